@@ -1,0 +1,282 @@
+"""The bundle: a directory with one portable ONNX graph, its tokenizer, and a manifest that vouches for both.
+
+    model.edge/
+      manifest.json        who made it from what, the spec, how weights are stored, parity, sha256 of every file
+      model.onnx           the graph; weights in model.onnx.data
+      tokenizer.json  chat_template.jinja  generation.json
+
+A bundle appears in one rename or not at all. Reading one checks that every file named in the manifest lies
+inside the directory and has the recorded size and sha256. docs/bundle.md specifies the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from edgekit.errors import CorruptArtifactError, StorageError, UnsupportedError, UsageError
+from edgekit.source import SourceRecord
+from edgekit.spec import DecoderSpec
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+GRAPH = "model.onnx"
+GRAPH_DATA = "model.onnx.data"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION = "generation.json"
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Size in bytes and sha256 (hex) of a file."""
+
+    size: int
+    sha256: str
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers that share a slot map and a capacity."""
+
+    layers: tuple[int, ...]
+
+
+class ParityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far the exported graph's logits are from the source model's, on one token sequence.
+
+    Attributes:
+        tokens: Length of the sequence.
+        max_abs_error: Largest difference of a logit.
+        kl_divergence: Mean over positions of KL(source ‖ graph), in nats.
+        top1_agreement: Fraction of positions with the same most likely token.
+        max_kl_divergence: The tolerance of the export's precision.
+    """
+
+    tokens: int
+    max_abs_error: float
+    kl_divergence: float
+    top1_agreement: float
+    max_kl_divergence: float
+
+
+class MinimumVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The oldest software that reads the graph."""
+
+    onnx_opset: int
+    onnxruntime: str
+    tensorrt: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Contents of manifest.json.
+
+    Attributes:
+        schema_version: Version of this format.
+        producer: Name and version of the program that wrote it.
+        source: Where the weights came from.
+        spec: The decoder.
+        cache_groups: Partition of the layers.
+        storage: How each matrix is stored, such as ``int4 affine block 32``, by canonical name.
+        compression: Steps that changed the model before export, with their parameters.
+        parity: The check that every export ends with.
+        minimum_versions: What a reader needs.
+        files: Every other file of the bundle by its name.
+    """
+
+    schema_version: int
+    producer: str
+    source: SourceRecord
+    spec: DecoderSpec
+    cache_groups: tuple[CacheGroup, ...]
+    storage: dict[str, str]
+    compression: tuple[dict[str, Any], ...]
+    parity: ParityRecord
+    minimum_versions: MinimumVersions
+    files: dict[str, FileRecord]
+
+
+class _SchemaVersion(msgspec.Struct):
+    schema_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An opened bundle.
+
+    Attributes:
+        path: Its directory.
+        manifest: Its description.
+        digest: sha256 of the manifest, which covers every other file: the bundle's identity.
+    """
+
+    path: Path
+    manifest: Manifest
+    digest: str
+
+    def file(self, name: str) -> Path:
+        """Returns the path of a file that the manifest lists."""
+        return self.path / name
+
+    def read_text(self, name: str) -> str | None:
+        """Returns a listed text file, or None when the bundle has no such file."""
+        return self.file(name).read_text(encoding="utf-8") if name in self.manifest.files else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, manifest excluded."""
+        return sum(record.size for record in self.manifest.files.values())
+
+    def verify(self) -> None:
+        """Hashes every file.
+
+        Raises:
+            CorruptArtifactError: A file's contents are not what the manifest recorded.
+        """
+        for name, record in self.manifest.files.items():
+            found = sha256_file(self.file(name))
+            if found != record.sha256:
+                raise CorruptArtifactError(
+                    f"{name} in bundle {str(self.path)!r} has sha256 {found[:12]}…, the manifest says "
+                    f"{record.sha256[:12]}…; export or copy the bundle again"
+                )
+
+
+def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Reads the manifest and checks that its files are there, inside the bundle, with the recorded sizes.
+
+    Args:
+        path: The bundle's directory.
+
+    Raises:
+        UsageError: There is no such directory, or it is not a bundle.
+        UnsupportedError: A newer version of EdgeKit wrote it.
+        CorruptArtifactError: The manifest is malformed, or a file is missing, outside or of another size.
+    """
+    directory = Path(path)
+    if not directory.exists():
+        raise UsageError(f"no such bundle: {str(directory)!r}; make one with: edgekit export MODEL OUT")
+    if not (directory / MANIFEST).is_file():
+        hint = "it looks like a checkpoint; " if directory.is_file() or (directory / "config.json").exists() else ""
+        raise UsageError(
+            f"{str(directory)!r} is not a bundle (no {MANIFEST}); {hint}make a bundle with: edgekit export MODEL OUT"
+        )
+    text = (directory / MANIFEST).read_bytes()
+    manifest = _decode_manifest(directory, text)
+    for name, record in manifest.files.items():
+        _check_file(directory, name, record)
+    return Bundle(path=directory, manifest=manifest, digest=hashlib.sha256(text).hexdigest())
+
+
+def _decode_manifest(directory: Path, text: bytes) -> Manifest:
+    try:
+        version = msgspec.json.decode(text, type=_SchemaVersion).schema_version
+        if version > SCHEMA_VERSION:
+            raise UnsupportedError(
+                f"bundle {str(directory)!r} has schema_version {version}, this EdgeKit reads up to {SCHEMA_VERSION}; "
+                "upgrade with: pip install -U edgekit"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CorruptArtifactError(f"{MANIFEST} of bundle {str(directory)!r} is not valid: {error}") from error
+
+
+def _check_file(directory: Path, name: str, record: FileRecord) -> None:
+    pure = PurePosixPath(name)
+    outside = pure.is_absolute() or ".." in pure.parts or "\\" in name or not pure.parts
+    if outside or not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise CorruptArtifactError(f"bundle {str(directory)!r} names a file outside itself: {name!r}; do not use it")
+    file = directory / name
+    if not file.is_file():
+        raise CorruptArtifactError(f"bundle {str(directory)!r} lacks {name}; export or copy it again")
+    size = file.stat().st_size
+    if size != record.size:
+        raise CorruptArtifactError(
+            f"{name} in bundle {str(directory)!r} has {size} bytes, the manifest says {record.size}; "
+            "export or copy the bundle again"
+        )
+
+
+@contextmanager
+def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
+    """Gives a directory beside `target` that replaces it when the block ends well, and vanishes otherwise.
+
+    Args:
+        target: Where the result is wanted.
+        force: Whether an existing result may be replaced.
+
+    Raises:
+        UsageError: The target exists and force is False, or its parent does not exist.
+        StorageError: The disk refused a write.
+    """
+    target = target.absolute()
+    if target.exists() and not force:
+        raise UsageError(f"output {str(target)!r} exists; pass --force to replace it")
+    if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"output {str(target)!r} exists and is not a bundle; --force replaces bundles only")
+    if not target.parent.is_dir():
+        raise UsageError(f"no such directory: {str(target.parent)!r}; create it first")
+    _remove_abandoned(target)
+    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        staging.mkdir()
+        yield staging
+        _replace(staging, target)
+    except OSError as error:
+        raise StorageError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace(staging: Path, target: Path) -> None:
+    # Two renames: a directory cannot be replaced in one, and the old bundle must not mix with the new.
+    old = target.with_name(f".{target.name}.partial-{os.getpid()}-old")
+    replaced = target.exists()
+    if replaced:
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaced:
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Removes what killed processes left; those still running keep theirs."""
+    for leftover in target.parent.glob(f".{target.name}.partial-*"):
+        process = leftover.name.removeprefix(f".{target.name}.partial-").split("-")[0]
+        if not process.isdigit() or not _is_running(int(process)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes manifest.json, the last file of a bundle."""
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (directory / MANIFEST).write_bytes(encoded)
+
+
+def sha256_file(path: Path) -> str:
+    """Returns the sha256 of a file in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,242 @@
+"""`Checkpoint`: a model's weights by canonical name, whatever format stores them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.blocks import QuantizedBlocks, Scheme
+from edgekit.errors import CorruptArtifactError, UnsupportedError
+from edgekit.families import Family, WeightSource
+from edgekit.families.base import RowIndices
+from edgekit.source import SourceRecord
+from edgekit.spec import DecoderSpec
+
+Weight: TypeAlias = "npt.NDArray[np.float32] | QuantizedBlocks"
+
+# Buffers that older versions of transformers saved; they follow from the config.
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class TokenizerFiles(NamedTuple):
+    """What accompanies a saved tokenizer.json.
+
+    Attributes:
+        chat_template: Jinja source, or None for a model without one.
+        generation: Sampling defaults and token ids, with the key names of generation_config.json.
+    """
+
+    chat_template: str | None
+    generation: dict[str, Any]
+
+
+class TensorStore(Protocol):
+    """The tensors of a checkpoint's files, by stored name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every stored tensor."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold them."""
+
+    def read(self, name: str, rows: RowIndices | None) -> Weight:
+        """Reads one tensor, or the given rows of it."""
+
+    def close(self) -> None:
+        """Releases the files."""
+
+
+class TokenizerStore(Protocol):
+    """The tokenizer of a checkpoint."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that it is read from."""
+
+    def save(self, directory: Path) -> TokenizerFiles:
+        """Writes tokenizer.json into a directory."""
+
+
+class BlockFormat(NamedTuple):
+    """How a quantized matrix is stored: bits per code, columns that share a scale, and whether they have offsets."""
+
+    bits: Literal[4, 8]
+    block_size: int
+    scheme: Scheme
+
+
+class Origin(NamedTuple):
+    """Kind, id and revision of a `SourceRecord`."""
+
+    kind: Literal["directory", "gguf", "hub"]
+    id: str
+    revision: str | None = None
+
+
+class Checkpoint:
+    """An open checkpoint. Weights are memory-mapped, read one at a time and never kept.
+
+    Attributes:
+        family: The model's family.
+        spec: The model.
+    """
+
+    def __init__(
+        self,
+        *,
+        family: Family,
+        spec: DecoderSpec,
+        tensors: TensorStore,
+        sources: Mapping[str, WeightSource],
+        tokenizer: TokenizerStore,
+        origin: Origin,
+    ) -> None:
+        """Checks that the stored tensors are exactly the spec's; see `open_checkpoint`.
+
+        Args:
+            family: The model's family.
+            spec: What the config says.
+            tensors: The stored tensors.
+            sources: Stored name and rows for every canonical name of `spec` and for ``lm_head.weight``.
+            tokenizer: The tokenizer.
+            origin: Where all of it came from.
+
+        Raises:
+            CorruptArtifactError: A tensor is missing or has the wrong shape.
+            UnsupportedError: A stored tensor belongs to no part of the spec.
+        """
+        self.family = family
+        self.spec = _settle_tie(spec, tensors, sources)
+        self._tensors = tensors
+        self._sources = {name: sources[name] for name in self.spec.tensor_shapes()}
+        self._tokenizer = tokenizer
+        self._origin = origin
+        self._check_tensors(ignored={sources[_HEAD].name})
+
+    def __enter__(self) -> Checkpoint:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; weights that were read stay valid."""
+        self._tensors.close()
+
+    @cached_property
+    def source(self) -> SourceRecord:
+        """Where the checkpoint came from, with the digest of every file; hashed on first use."""
+        files = sorted({*self._tensors.files, *self._tokenizer.files})
+        return SourceRecord(
+            kind=self._origin.kind,
+            id=self._origin.id,
+            revision=self._origin.revision,
+            digests={file.name: sha256(file) for file in files},
+        )
+
+    def tensor(self, name: str) -> Weight:
+        """Reads one weight.
+
+        Args:
+            name: A canonical name of ``spec.tensor_shapes()``.
+
+        Returns:
+            Float32 of the spec's shape, or the blocks of a matrix that is stored quantized.
+        """
+        source = self._sources[name]
+        return self._tensors.read(source.name, source.rows)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """Tells how a matrix is quantized in its file, or None for a float one; reads a single row.
+
+        Args:
+            name: A canonical name of ``spec.tensor_shapes()``.
+        """
+        source = self._sources[name]
+        first = np.zeros(1, np.int64) if source.rows is None else source.rows[:1]
+        row = self._tensors.read(source.name, first)
+        if not isinstance(row, QuantizedBlocks):
+            return None
+        return BlockFormat(bits=row.bits, block_size=row.block_size, scheme=row.scheme)
+
+    def save_tokenizer(self, directory: Path) -> TokenizerFiles:
+        """Writes tokenizer.json into an existing directory.
+
+        Args:
+            directory: Where to write it.
+
+        Returns:
+            The chat template and the generation defaults.
+
+        Raises:
+            UnsupportedError: The tokenizer is missing or of a kind that is not implemented.
+        """
+        return self._tokenizer.save(directory)
+
+    def _check_tensors(self, ignored: set[str]) -> None:
+        stored, expected = self._tensors.shapes, self.spec.tensor_shapes()
+        rows: dict[str, int] = {}
+        for name, source in self._sources.items():
+            rows[source.name] = rows.get(source.name, 0) + expected[name][0]
+        for name, source in self._sources.items():
+            shape = (rows[source.name], *expected[name][1:])
+            if source.name not in stored:
+                raise CorruptArtifactError(f"{self._where()} has no tensor {source.name!r} of shape {shape}")
+            if stored[source.name] != shape:
+                raise CorruptArtifactError(
+                    f"{self._where()} has {source.name!r} with shape {stored[source.name]}; the config says {shape}"
+                )
+        unused = sorted(name for name in stored.keys() - rows.keys() - ignored if not _BUFFERS.fullmatch(name))
+        if unused:
+            raise UnsupportedError(
+                f"{self._where()} has {len(unused)} tensors that {self.family.name} does not use, such as {unused[0]!r}"
+            )
+
+    def _where(self) -> str:
+        return f"checkpoint {self._origin.id!r}"
+
+
+def _settle_tie(spec: DecoderSpec, tensors: TensorStore, sources: Mapping[str, WeightSource]) -> DecoderSpec:
+    """Unties a head that the config calls tied and that is stored with other values, as transformers does."""
+    head, embedding = sources[_HEAD].name, sources[_EMBEDDING].name
+    if not spec.tie_word_embeddings or head == embedding or not {head, embedding} <= tensors.shapes.keys():
+        return spec
+    if _same(tensors.read(head, None), tensors.read(embedding, None)):
+        return spec
+    return msgspec.structs.replace(spec, tie_word_embeddings=False)
+
+
+def _same(left: Weight, right: Weight) -> bool:
+    if isinstance(left, QuantizedBlocks) or isinstance(right, QuantizedBlocks):
+        return False
+    return np.array_equal(left, right)
+
+
+def sha256(path: Path) -> str:
+    """Returns the digest of a file in hex, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.read(1 << 20), b""):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def existing(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Returns the paths that are files."""
+    return tuple(path for path in paths if path.is_file())

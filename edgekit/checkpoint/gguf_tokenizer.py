@@ -1,0 +1,195 @@
+"""The tokenizer of a GGUF file, rebuilt from its vocabulary.
+
+Sources: `llm_tokenizer_bpe` and `llm_tokenizer_spm` of llama.cpp (src/llama-vocab.cpp) for how text is split, and the
+tokenizer.json files of the models that the pre-tokenizer names stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgekit.checkpoint.base import TokenizerFiles
+from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTROL, _USER_DEFINED = 3, 4
+_SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_SAMPLING_KEYS: Mapping[str, str] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def _gpt2() -> PreTokenizer:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> PreTokenizer:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(pattern: str) -> PreTokenizer:
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_PRE_TOKENIZERS: Mapping[str, Callable[[], PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "olmo": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": lambda: _split(_LLAMA3),
+    "qwen2": lambda: _split(_QWEN2),
+}
+
+
+class GgufTokenizer:
+    """The tokenizer in a GGUF file's metadata."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        """Notes where it is; nothing is built yet.
+
+        Args:
+            path: The file.
+            metadata: Its metadata.
+        """
+        self.files = (path,)
+        self._metadata = metadata
+
+    def save(self, directory: Path) -> TokenizerFiles:
+        """Builds the tokenizer and writes tokenizer.json.
+
+        Raises:
+            UnsupportedError: The vocabulary is of a kind that is not implemented.
+            CorruptArtifactError: The vocabulary is incomplete.
+        """
+        metadata = self._metadata
+        build_tokenizer(metadata, self.files[0]).save(str(directory / "tokenizer.json"))
+        generation = {
+            name: metadata[f"general.sampling.{key}"]
+            for key, name in _SAMPLING_KEYS.items()
+            if f"general.sampling.{key}" in metadata
+        }
+        return TokenizerFiles(chat_template=metadata.get("tokenizer.chat_template"), generation=generation)
+
+
+def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """Builds the tokenizer that a GGUF file describes.
+
+    Args:
+        metadata: The file's metadata.
+        path: The file, for messages.
+
+    Raises:
+        UnsupportedError: The vocabulary is of a kind that is not implemented.
+        CorruptArtifactError: The vocabulary is incomplete.
+    """
+    from tokenizers import AddedToken
+
+    values = {key[15:]: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    model = values.get("model")
+    if model not in builders:
+        raise UnsupportedError(f"{path} has a tokenizer of kind {one_of(str(model), builders)}")
+    try:
+        tokenizer = builders[model](values, path)
+        for index, kind in enumerate(values.get("token_type", ())):
+            token = AddedToken(values["tokens"][index], normalized=False, special=kind == _CONTROL)
+            if kind == _CONTROL:
+                tokenizer.add_special_tokens([token])
+            elif kind == _USER_DEFINED:
+                tokenizer.add_tokens([token])
+        _frame(tokenizer, values, default_bos=model == "llama")
+    except (KeyError, IndexError, ValueError) as error:
+        raise CorruptArtifactError(f"{path} has an incomplete vocabulary: {error!r}") from error
+    return tokenizer
+
+
+def _byte_level(values: Mapping[str, Any], path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models
+
+    pre = values.get("pre")
+    if pre not in _PRE_TOKENIZERS:
+        raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(str(pre), _PRE_TOKENIZERS)}")
+    vocabulary = {token: index for index, token in enumerate(values["tokens"])}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["merges"])]
+    # The vocabularies of Llama 3 hold whole words that no sequence of merges reaches.
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    if pre == "qwen2":
+        from tokenizers import normalizers
+
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(values: Mapping[str, Any], path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = values["tokens"]
+    space = _SENTENCEPIECE_SPACE
+    unknown = values.get("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: index for index, token in enumerate(tokens)},
+            _merges(tokens, values["scores"]),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    replace = normalizers.Replace(" ", space)
+    prefixed = values.get("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), replace]) if prefixed else replace
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, best score first, as the SentencePiece BPE merges them."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    found = []
+    for index, token in enumerate(tokens):
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[index], left, right))
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+
+
+def _frame(tokenizer: Tokenizer, values: Mapping[str, Any], *, default_bos: bool) -> None:
+    """Adds the first and last token where the file asks for them."""
+    from tokenizers import processors
+
+    first = [values["bos_token_id"]] if values.get("add_bos_token", default_bos) else []
+    last = [values["eos_token_id"]] if values.get("add_eos_token", False) else []
+    if not first and not last:
+        return
+    tokens = values["tokens"]
+    opening = [f"{tokens[index]}:0" for index in first]
+    closing = [f"{tokens[index]}:0" for index in last]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*opening, "$A:0", *closing],
+        pair=[*opening, "$A:0", *closing, *opening, "$B:1", *closing],
+        special_tokens=[(tokens[index], index) for index in {*first, *last}],
+    )

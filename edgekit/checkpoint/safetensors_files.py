@@ -1,0 +1,101 @@
+"""Hugging Face directories: config.json and safetensors files, one or several with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors looks up by name
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from edgekit.checkpoint.base import Weight, existing
+from edgekit.errors import CorruptArtifactError, UnsupportedError
+from edgekit.families.base import RowIndices
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class SafetensorsFiles:
+    """The tensors of a directory's safetensors files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens the files and reads their headers.
+
+        Args:
+            directory: Holds model.safetensors, or the files that model.safetensors.index.json names.
+
+        Raises:
+            CorruptArtifactError: A file is missing, truncated or is not what the index says.
+            UnsupportedError: There are no safetensors, or a tensor is neither float32, float16 nor bfloat16.
+        """
+        shards = _shards(directory)
+        self.files = (*existing([directory / _INDEX]), *shards)
+        self._handles = {shard.name: _open(shard) for shard in shards}
+        self._shard_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for shard, handle in self._handles.items():
+            for name in handle.keys():
+                if name in self.shapes:
+                    raise CorruptArtifactError(f"tensor {name!r} is in both {self._shard_of[name]} and {shard}")
+                view = handle.get_slice(name)
+                if view.get_dtype() not in _DTYPES:
+                    raise UnsupportedError(
+                        f"{shard} has {name!r} as {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
+                    )
+                self._shard_of[name] = shard
+                self.shapes[name] = tuple(view.get_shape())
+
+    def read(self, name: str, rows: RowIndices | None) -> Weight:
+        """Reads one tensor as float32, or the given rows of it."""
+        tensor = self._handles[self._shard_of[name]].get_tensor(name)
+        return np.asarray(tensor if rows is None else tensor[rows], dtype=np.float32)
+
+    def close(self) -> None:
+        """Unmaps the files."""
+        self._handles.clear()
+
+
+def _shards(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        weight_map = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CorruptArtifactError(f"{directory / _INDEX} has no usable 'weight_map'")
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CorruptArtifactError(f"{directory / _INDEX} names {outside[0]!r}, which is not a plain file name")
+        return [directory / name for name in names]
+    if (directory / _WEIGHTS).is_file():
+        return [directory / _WEIGHTS]
+    raise UnsupportedError(
+        f"{directory} has neither {_WEIGHTS} nor {_INDEX}; pickled weights (pytorch_model.bin) are not read: "
+        "convert them with save_pretrained"
+    )
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise CorruptArtifactError(f"{path} is missing")
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise CorruptArtifactError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        CorruptArtifactError: The file is missing, is not JSON or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptArtifactError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptArtifactError(f"{path} holds a {type(value).__name__}, not an object")
+    return value

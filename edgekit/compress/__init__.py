@@ -1,0 +1,1 @@
+"""Making checkpoints smaller, in torch."""

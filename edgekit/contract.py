@@ -1,0 +1,56 @@
+"""The interface between an exported graph and a runtime: names, shapes and types of its tensors.
+
+B is the batch, S the new tokens of this step, C_g the capacity of cache group g, R the rows that want
+logits, V the vocabulary; KV, dk and dv belong to layer l.
+
+| tensor                        | shape                | type    | meaning                                       |
+|-------------------------------|----------------------|---------|-----------------------------------------------|
+| input_ids                     | [B, S]               | int64   | one token, a prefill chunk or a draft tree    |
+| position_ids                  | [B, S]               | int64   | explicit: tree nodes sit at their depth       |
+| new_bias                      | [B, 1, S, S]         | float32 | who among the new tokens sees whom            |
+| past_bias.{g}                 | [B, 1, 1 or S, C_g]  | float32 | 0 for live slots, `MASKED` for empty ones     |
+| logit_rows                    | [R]                  | int64   | new tokens whose logits are wanted            |
+| past_key_values.{l}.key       | [B, KV, dk, C_g]     | float32 | the cache, keys transposed; read only         |
+| past_key_values.{l}.value     | [B, KV, C_g, dv]     | float32 |                                               |
+| logits                        | [B, R, V]            | float32 |                                               |
+| new_key_values.{l}.key        | [B, KV, dk, S]       | float32 | rows that the runtime may append to the cache |
+| new_key_values.{l}.value      | [B, KV, S, dv]       | float32 |                                               |
+
+The order of the past does not matter to the graph: keys carry their rotation, so a slot is only a place.
+"""
+
+from __future__ import annotations
+
+MASKED = -1e4
+"""Additive score of a pair that must not attend: finite, so that a fully masked row stays a number in fp16."""
+
+INPUT_IDS = "input_ids"
+POSITION_IDS = "position_ids"
+NEW_BIAS = "new_bias"
+LOGIT_ROWS = "logit_rows"
+LOGITS = "logits"
+
+
+def past_bias(group: int) -> str:
+    """Name of the bias over the past of a cache group."""
+    return f"past_bias.{group}"
+
+
+def past_key(layer: int) -> str:
+    """Name of the cached keys of a layer."""
+    return f"past_key_values.{layer}.key"
+
+
+def past_value(layer: int) -> str:
+    """Name of the cached values of a layer."""
+    return f"past_key_values.{layer}.value"
+
+
+def new_key(layer: int) -> str:
+    """Name of the new keys of a layer."""
+    return f"new_key_values.{layer}.key"
+
+
+def new_value(layer: int) -> str:
+    """Name of the new values of a layer."""
+    return f"new_key_values.{layer}.value"

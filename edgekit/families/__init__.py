@@ -1,0 +1,27 @@
+"""The model families that EdgeKit knows. A new one is a file here and an entry in `FAMILIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgekit.errors import UnsupportedError, one_of
+from edgekit.families import gpt_neox, llama, qwen3
+from edgekit.families.base import Family, WeightSource
+
+__all__ = ["FAMILIES", "Family", "WeightSource", "family_for"]
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen3.FAMILY, gpt_neox.FAMILY)
+
+
+def family_for(config: Mapping[str, Any]) -> Family:
+    """Returns the family of a Hugging Face config.
+
+    Raises:
+        UnsupportedError: Its `model_type` is missing or belongs to no known family.
+    """
+    by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
+    model_type = config.get("model_type")
+    if model_type not in by_type:
+        raise UnsupportedError(f"model_type {one_of(str(model_type), by_type)}")
+    return by_type[model_type]

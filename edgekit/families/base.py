@@ -1,0 +1,85 @@
+"""What a model family is: data and two small functions, no forward pass.
+
+A family maps a Hugging Face config onto a `DecoderSpec`, and the spec's canonical tensor names onto the names
+and rows that checkpoints store. The reference decoder and the graph builder read only the spec.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.spec import AttentionSpec, DecoderSpec
+
+RowIndices: TypeAlias = npt.NDArray[np.int64]
+RowOrder: TypeAlias = Callable[[AttentionSpec, str], "RowIndices | None"]
+Layout: TypeAlias = Literal["huggingface", "gguf"]
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def stored_order(attention: AttentionSpec, projection: str) -> RowIndices | None:
+    """The `RowOrder` of checkpoints that store every projection on its own, rows as the spec wants them."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """Where a canonical tensor is found.
+
+    Attributes:
+        name: Hugging Face tensor name.
+        rows: Rows to take, shape (n,), int64, when the stored tensor is fused or in another order; else None.
+    """
+
+    name: str
+    rows: RowIndices | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        name: Name in specs and messages.
+        model_types: Values of `model_type` in config.json.
+        gguf_architectures: Values of `general.architecture` in GGUF files.
+        spec: Reads a Hugging Face config; raises UnsupportedError for what the family file does not know and
+            CorruptArtifactError for missing or mistyped keys.
+        modules: Canonical module name to Hugging Face module name, both with ``{i}`` for the layer.
+        rows: Rows of q_proj, k_proj and v_proj within their stored tensor, for Hugging Face checkpoints.
+        gguf_rows: The same for GGUF files.
+        respelled: Hugging Face module names in `modules`, to what other versions of transformers wrote.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    gguf_architectures: tuple[str, ...]
+    spec: Callable[[Mapping[str, Any]], DecoderSpec]
+    modules: Mapping[str, str]
+    rows: RowOrder = stored_order
+    gguf_rows: RowOrder = stored_order
+    respelled: Mapping[str, str] = field(default_factory=dict)
+
+    def sources(self, spec: DecoderSpec, layout: Layout = "huggingface") -> dict[str, WeightSource]:
+        """Returns where each tensor of ``spec.tensor_shapes()`` is stored, by canonical name."""
+        row_order = self.gguf_rows if layout == "gguf" else self.rows
+        return {name: self._source(spec, name, row_order) for name in spec.tensor_shapes()}
+
+    def _source(self, spec: DecoderSpec, name: str, row_order: RowOrder) -> WeightSource:
+        module, _, parameter = name.rpartition(".")
+        layer = _LAYER.match(module)
+        if layer is None:
+            return WeightSource(name=f"{self.modules[module]}.{parameter}")
+        index = int(layer[1])
+        stored = self.modules[module.replace(layer[0], "layers.{i}.", 1)].format(i=index)
+        projection = module.rpartition(".")[2]
+        rows = None
+        if projection in ("q_proj", "k_proj", "v_proj"):
+            rows = row_order(spec.layers[index].attention, projection)
+        return WeightSource(name=f"{stored}.{parameter}", rows=rows)

@@ -1,0 +1,191 @@
+"""Reading Hugging Face configs: what the families share.
+
+Both spellings of the rotary parameters are read: `rope_parameters` (transformers 5) and `rope_theta` with
+`rope_scaling` (before). What a config declares and no family implements is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
+from edgekit.rope import SCALING_KINDS, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
+from edgekit.spec import Activation
+
+_ConfigT = TypeVar("_ConfigT", bound="FamilyConfig")
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+# Keys that change the computation in a way that no family implements, and the values that do not.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "num_local_experts": (None, 0),
+    "num_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "moe_intermediate_size": (None, 0),
+    "pretraining_tp": (None, 1),
+    "use_sliding_window": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "rope_interleaved": (None, False),
+    "no_rope_layers": (None, []),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+
+_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+
+
+class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of config.json that every family reads; a default is what transformers assumes."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_act: str
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    layer_types: list[str] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) -> _ConfigT:
+    """Reads and checks the keys of a config that a family knows.
+
+    Args:
+        config: The parsed config.json.
+        kind: The struct with the family's keys.
+        family: Name for messages.
+
+    Raises:
+        UnsupportedError: The config declares a feature that no family implements.
+        CorruptArtifactError: A key is missing or has the wrong type.
+    """
+    for key, neutral in _NEUTRAL.items():
+        if config.get(key) not in neutral:
+            refuse(family, key, config[key], neutral)
+    try:
+        read = msgspec.convert(config, kind)
+    except msgspec.ValidationError as error:
+        raise CorruptArtifactError(f"the {family} config cannot be read: {error}") from error
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if getattr(read, key) <= 0:
+            raise CorruptArtifactError(f"the {family} config has {key} = {getattr(read, key)!r}; it must be positive")
+    if set(read.layer_types or ()) - {"full_attention"}:
+        refuse(family, "layer_types", read.layer_types, ("full_attention",))
+    return read
+
+
+def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> None:
+    """Raises UnsupportedError for a config key with a value that is not implemented."""
+    allowed = ", ".join(repr(option) for option in supported)
+    raise UnsupportedError(f"{family} with {key} = {value!r} is not supported; supported: {allowed}")
+
+
+def activation(hidden_act: str, family: str) -> Activation:
+    """Returns the activation of a `hidden_act` value."""
+    if hidden_act not in _ACTIVATIONS:
+        raise UnsupportedError(f"{family} with hidden_act {one_of(hidden_act, _ACTIVATIONS)}")
+    return _ACTIVATIONS[hidden_act]
+
+
+def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fraction: float = 1.0) -> RopeSpec:
+    """Reads the rotary embedding of a config.
+
+    Args:
+        config: The config.
+        head_dim: Channels per head.
+        family: Name for messages.
+        default_fraction: Fraction of the channels that rotate when the config does not say.
+
+    Raises:
+        UnsupportedError: A scaling kind, parameter or odd rotary width that is not implemented.
+        CorruptArtifactError: A parameter of the scaling kind is missing or mistyped.
+    """
+    # transformers lets rope_scaling, the older spelling, win when a config carries both.
+    parameters = dict(config.rope_scaling or config.rope_parameters or {})
+    legacy_kind = parameters.pop("type", "default")
+    kind = parameters.pop("rope_type", legacy_kind)
+    if kind not in _ROPE_KEYS:
+        raise UnsupportedError(f"{family} with rope_type {one_of(str(kind), SCALING_KINDS)}")
+    theta = parameters.pop("rope_theta", None)
+    fraction = parameters.pop("partial_rotary_factor", None)
+    unknown = sorted(key for key in parameters.keys() - _ROPE_KEYS[kind] if parameters[key] is not None)
+    if unknown:
+        raise UnsupportedError(
+            f"{family} with rope parameter {unknown[0]!r} for rope_type {kind!r} is not supported; "
+            f"known for it: {', '.join(sorted(_ROPE_KEYS[kind])) or 'none'}"
+        )
+    if config.original_max_position_embeddings is not None:
+        parameters["original_max_position_embeddings"] = config.original_max_position_embeddings
+    parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    theta = _first(theta, config.rope_theta, 10000.0)
+    fraction = _first(fraction, config.partial_rotary_factor, default_fraction)
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        refuse(family, "rotary width", rotary_dim, (f"even, up to the head's {head_dim} channels",))
+    return RopeSpec(theta=float(theta), rotary_dim=rotary_dim, scaling=_scaling(kind, parameters, family))
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _scaling(kind: str, parameters: Mapping[str, Any], family: str) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    try:
+        if kind == "linear":
+            return LinearScaling(factor=float(parameters["factor"]))
+        return Llama3Scaling(
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_positions=int(parameters["original_max_position_embeddings"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptArtifactError(f"the {family} config's {kind} rope scaling cannot be read: {error!r}") from error
+
+
+def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:
+    """Returns the number of KV heads, which must divide the query heads."""
+    kv_heads = config.num_attention_heads if num_kv_heads is None else num_kv_heads
+    if kv_heads <= 0 or config.num_attention_heads % kv_heads:
+        refuse(family, "num_key_value_heads", kv_heads, (f"divisors of {config.num_attention_heads}",))
+    return kv_heads
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Returns the ids of an `eos_token_id` entry: one, several or none, sorted."""
+    if value is None:
+        return ()
+    return tuple(sorted(set(value))) if isinstance(value, list) else (value,)

@@ -1,0 +1,114 @@
+"""Llama 1 to 3 and the models that share its architecture: SmolLM2, TinyLlama, Vicuna, ...
+
+Source: `LlamaForCausalLM` of transformers; the GGUF row order is `LlamaModel.permute` of llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from edgekit.families.base import Family, RowIndices
+from edgekit.families.config import FamilyConfig, activation, head_groups, read_config, refuse, rope_spec, token_ids
+from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+
+MODULES: Mapping[str, str] = {
+    "embed_tokens": "model.embed_tokens",
+    "layers.{i}.input_norm": "model.layers.{i}.input_layernorm",
+    "layers.{i}.self_attn.q_proj": "model.layers.{i}.self_attn.q_proj",
+    "layers.{i}.self_attn.k_proj": "model.layers.{i}.self_attn.k_proj",
+    "layers.{i}.self_attn.v_proj": "model.layers.{i}.self_attn.v_proj",
+    "layers.{i}.self_attn.o_proj": "model.layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp.gate_proj": "model.layers.{i}.mlp.gate_proj",
+    "layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.up_proj",
+    "layers.{i}.mlp.down_proj": "model.layers.{i}.mlp.down_proj",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+}
+
+
+class LlamaConfig(FamilyConfig, frozen=True, kw_only=True):
+    """The keys of a Llama config."""
+
+    hidden_act: str = "silu"
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+
+
+def spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """Reads a Llama config."""
+    return decoder_spec(read_config(config, LlamaConfig, "llama"), "llama")
+
+
+def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> DecoderSpec:
+    """Builds the spec of Llama and of the families that vary it.
+
+    Args:
+        config: The config.
+        family: Name of the family.
+        qk_norm: Whether heads of queries and keys are normalized.
+    """
+    if config.sliding_window is not None:
+        refuse(family, "sliding_window", config.sliding_window, (None,))
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    rope = rope_spec(config, head_dim, family)
+    if rope.rotary_dim != head_dim:
+        refuse(family, "partial_rotary_factor", rope.rotary_dim / head_dim, (1.0,))
+    norm = NormSpec(kind="rms", epsilon=config.rms_norm_eps)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=head_groups(config, config.num_key_value_heads, family),
+            key_dim=head_dim,
+            value_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            rope=rope,
+            qk_norm=norm if qk_norm else None,
+        ),
+        mlp=MlpSpec(
+            width=config.intermediate_size,
+            activation=activation(config.hidden_act, family),
+            gated=True,
+            bias=config.mlp_bias,
+        ),
+        norm=norm,
+    )
+    return DecoderSpec(
+        family=family,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        layers=(layer,) * config.num_hidden_layers,
+        norm=norm,
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=token_ids(config.eos_token_id),
+    )
+
+
+def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices | None:
+    """Rows of the half-split order in a GGUF file, which pairs the two channels of each rotation."""
+    if projection == "v_proj":
+        return None
+    heads = attention.num_heads if projection == "q_proj" else attention.num_kv_heads
+    stored = np.arange(heads * attention.key_dim, dtype=np.int64)
+    return stored.reshape(heads, attention.key_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+FAMILY = Family(
+    name="llama",
+    model_types=("llama",),
+    gguf_architectures=("llama",),
+    spec=spec,
+    modules=MODULES,
+    gguf_rows=gguf_rows,
+)

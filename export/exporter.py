@@ -1,0 +1,193 @@
+"""export: a checkpoint becomes a bundle. The whole step on one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgekit.blocks import QuantizedBlocks
+from edgekit.bundle import (
+    CHAT_TEMPLATE,
+    GENERATION,
+    GRAPH,
+    GRAPH_DATA,
+    MANIFEST,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    Bundle,
+    CacheGroup,
+    FileRecord,
+    Manifest,
+    MinimumVersions,
+    ParityRecord,
+    open_bundle,
+    sha256_file,
+    staged_directory,
+    write_manifest,
+)
+from edgekit.checkpoint import Checkpoint, open_checkpoint
+from edgekit.compress.decoder import stream_logits
+from edgekit.export.data_file import DataFile
+from edgekit.export.graph.builder import OPSET
+from edgekit.export.graph.decoder import build_graph
+from edgekit.export.parity import MAX_KL_DIVERGENCE, TEXT, compare, graph_logits
+from edgekit.export.quantize import quantize
+from edgekit.export.storage_plan import QuantizationOptions, plan_storage
+from edgekit.export.weights import BITS, Storage, StoredWeight, store
+from edgekit.version import __version__
+
+PARITY_TOKENS = 48
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with (what, done, total); totals differ between the phases of an export."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `export_bundle`.
+
+    Attributes:
+        quantization: How matrices are stored.
+        force: Replace an existing bundle.
+        revision: Branch, tag or commit when the source is a hub id.
+        trust_remote_code: Accept a config that names custom code; the code itself never runs.
+    """
+
+    quantization: QuantizationOptions = QuantizationOptions()
+    force: bool = False
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def export_bundle(
+    source: str | os.PathLike[str], output: str | os.PathLike[str], options: ExportOptions, progress: Progress
+) -> Bundle:
+    """Exports a checkpoint.
+
+    Args:
+        source: A directory, a .gguf file or a Hugging Face hub id.
+        output: The bundle's directory.
+        options: See `ExportOptions`.
+        progress: Told what is being done.
+
+    Returns:
+        The finished bundle.
+
+    Raises:
+        UsageError: A path is missing or taken, or an option is wrong.
+        UnsupportedError: The model has something that EdgeKit does not know.
+        CorruptArtifactError: A file of the checkpoint is damaged.
+        ParityError: The graph's logits are not the model's; nothing is written.
+        StorageError: The disk refused a write; nothing is left of it.
+    """
+    with (
+        staged_directory(Path(output), force=options.force) as staging,
+        open_checkpoint(
+            source, revision=options.revision, trust_remote_code=options.trust_remote_code
+        ) as checkpoint,
+    ):
+        storage = plan_storage(checkpoint, options.quantization)
+        _write_graph(checkpoint, storage, staging, progress)
+        _write_text_files(checkpoint, staging)
+        parity = _check_parity(checkpoint, options.quantization, storage, staging, progress)
+        progress("hash", 0, 1)
+        write_manifest(staging, _manifest(checkpoint, storage, parity, staging))
+    return open_bundle(output)
+
+
+def _write_graph(checkpoint: Checkpoint, storage: dict[str, Storage], directory: Path, progress: Progress) -> None:
+    data = DataFile(GRAPH_DATA)
+    weights = {
+        name: _store(data, checkpoint, name, shape, storage[name])
+        for name, shape in checkpoint.spec.tensor_shapes().items()
+    }
+    model = build_graph(checkpoint.spec, weights, __version__)
+    data.write(directory, progress)
+    ir.save(model, directory / GRAPH)
+
+
+def _store(
+    data: DataFile, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], storage: Storage
+) -> StoredWeight:
+    def load() -> npt.NDArray[np.float32] | QuantizedBlocks:
+        weight = checkpoint.tensor(name)
+        if not storage.quantized:
+            return weight.dequantize() if isinstance(weight, QuantizedBlocks) else weight
+        if isinstance(weight, QuantizedBlocks):
+            if (weight.block_size, weight.scheme) == (storage.block_size, storage.scheme) and not requantized(weight):
+                return weight
+            weight = weight.dequantize()
+        return quantize(weight, BITS[storage.precision], storage.block_size, storage.scheme)
+
+    def requantized(weight: QuantizedBlocks) -> bool:
+        return weight.bits > BITS[storage.precision]
+
+    return store(data, name, shape, storage, load)
+
+
+def _write_text_files(checkpoint: Checkpoint, directory: Path) -> None:
+    files = checkpoint.save_tokenizer(directory)
+    if files.chat_template is not None:
+        (directory / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")
+    (directory / GENERATION).write_bytes(msgspec.json.format(msgspec.json.encode(files.generation), indent=1))
+
+
+def _check_parity(
+    checkpoint: Checkpoint,
+    options: QuantizationOptions,
+    storage: dict[str, Storage],
+    directory: Path,
+    progress: Progress,
+) -> ParityRecord:
+    progress("parity", 0, 2)
+    token_ids = _parity_tokens(checkpoint, directory)
+    expected = stream_logits(checkpoint, token_ids)
+    progress("parity", 1, 2)
+    got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
+    kept = all(
+        (stored := checkpoint.block_format(name)) is not None and stored.scheme == storage[name].scheme
+        for name, shape in checkpoint.spec.tensor_shapes().items()
+        if len(shape) == 2
+    )
+    # Blocks that were kept lose nothing but the rounding of their offsets to fp16.
+    tolerance = MAX_KL_DIVERGENCE["fp16" if kept and options.precision in BITS else options.precision]
+    return compare(expected, got, tolerance)
+
+
+def _parity_tokens(checkpoint: Checkpoint, directory: Path) -> npt.NDArray[np.int64]:
+    """The start of a fixed text as the model's own tokens."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(directory / TOKENIZER)).encode(TEXT, add_special_tokens=False).ids
+    known = [token for token in ids if token < checkpoint.spec.vocab_size]
+    return np.array(known[:PARITY_TOKENS], np.int64)
+
+
+def _manifest(
+    checkpoint: Checkpoint, storage: dict[str, Storage], parity: ParityRecord, directory: Path
+) -> Manifest:
+    shapes = checkpoint.spec.tensor_shapes()
+    names = sorted(path.name for path in directory.iterdir() if path.name != MANIFEST)
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        producer=f"edgekit {__version__}",
+        source=checkpoint.source,
+        spec=checkpoint.spec,
+        cache_groups=(CacheGroup(layers=tuple(range(len(checkpoint.spec.layers)))),),
+        storage={name: str(storage[name]) for name, shape in shapes.items() if len(shape) == 2},
+        compression=(),
+        parity=parity,
+        minimum_versions=MinimumVersions(onnx_opset=OPSET, onnxruntime="1.20", tensorrt="10.3"),
+        files={
+            name: FileRecord(size=(directory / name).stat().st_size, sha256=sha256_file(directory / name))
+            for name in names
+        },
+    )

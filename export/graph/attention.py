@@ -1,0 +1,189 @@
+"""Causal self-attention in two parts: over the cache, which is only read, and over the new tokens.
+
+    heads       q_proj [B, S, H·dk] ─▶ [B, S, H, dk] ─▶ (q_norm) ─▶ [B, H, S, dk] ─▶ rope ─▶ × scale ─▶ q [B, KV, G·S, dk]
+                k_proj [B, S, KV·dk] ─▶ … ─▶ (k_norm) ─▶ [B, KV, S, dk] ─▶ rope ─▶ Transpose ─▶ new_key [B, KV, dk, S]
+                v_proj [B, S, KV·dv] ─▶ [B, S, KV, dv] ─▶ Transpose ─▶ new_value [B, KV, S, dv]
+
+    attention               q ─────┬──────────────┐
+                                   ▼              ▼
+              past_key [dk × C]─▶MatMul  new_key▶MatMul
+                                   └──▶ Concat ◀──┘          [B, KV, G·S, C + S]
+                                          + bias             [B, 1, G·S, C + S]
+                                        Softmax
+                                   ┌──── Split ───┐
+                                   ▼              ▼
+            past_value [C × dv]─▶MatMul new_value▶MatMul
+                                   └────▶ Add ◀───┘          [B, KV, G·S, dv] ─▶ [B, S, H·dv]
+
+H = KV·G query heads; the G heads that share a KV head are folded into the rows, so keys and values are never
+repeated. Row g·S + s is new token s of query head g.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgekit import contract
+from edgekit.export.graph.builder import GraphBuilder
+from edgekit.export.graph.norm import rms
+from edgekit.rope import RopeSpec
+from edgekit.spec import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTensors:
+    """Projections of the new tokens, in the layouts that attention and the cache want.
+
+    Attributes:
+        query: shape (B, KV, G·S, dk).
+        key: shape (B, KV, dk, S).
+        value: shape (B, KV, S, dv).
+    """
+
+    query: ir.Value
+    key: ir.Value
+    value: ir.Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeTable:
+    """Cosines and sines of the new tokens' angles, shape (B, S, rotary_dim / 2) each."""
+
+    cos: ir.Value
+    sin: ir.Value
+
+
+def rope_table(g: GraphBuilder, position_ids: ir.Value, rope: RopeSpec) -> RopeTable:
+    """Computes the angles of the new tokens from position_ids, shape (B, S) int64."""
+    frequencies_list = rope.inverse_frequencies().tolist()
+    with g.block("rope_table", [position_ids], {"inverse_frequencies": frequencies_list}) as outputs:
+        frequencies = g.constant(np.array(frequencies_list, np.float32))
+        positions = g.op("Cast", position_ids, attributes={"to": ir.DataType.FLOAT.value})
+        angles = g.op("Mul", g.op("Unsqueeze", positions, g.ints(-1)), frequencies)
+        table = RopeTable(cos=g.op("Cos", angles), sin=g.op("Sin", angles))
+        outputs += [table.cos, table.sin]
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBias:
+    """What layers of one cache group and one number of query heads per KV head add to their scores.
+
+    Attributes:
+        bias: shape (B, 1, G·S, C + S), float32.
+        lengths: The two values C and S, int64.
+    """
+
+    bias: ir.Value
+    lengths: ir.Value
+
+
+def attention_bias(g: GraphBuilder, past_bias: ir.Value, new_bias: ir.Value, group_size: int) -> AttentionBias:
+    """Joins the biases over past and new tokens and repeats them for the G heads of a group."""
+    with g.block("attention_bias", [past_bias, new_bias], {"group_size": group_size}) as outputs:
+        rows = g.op("Shape", new_bias, attributes={"start": 0, "end": 3})
+        past = g.op("Expand", past_bias, g.op("Concat", rows, g.ints(1), attributes={"axis": 0}))
+        bias = g.op("Concat", past, new_bias, attributes={"axis": 3})
+        if group_size > 1:
+            bias = g.op("Tile", bias, g.ints(1, 1, group_size, 1))
+        capacity = g.op("Shape", past_bias, attributes={"start": 3, "end": 4})
+        tokens = g.op("Shape", new_bias, attributes={"start": 3, "end": 4})
+        lengths = g.op("Concat", capacity, tokens, attributes={"axis": 0})
+        outputs += [bias, lengths]
+    return AttentionBias(bias=bias, lengths=lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projections:
+    """Outputs of the q, k and v projections, shape (B, S, heads · width), and the weights of their norms."""
+
+    query: ir.Value
+    key: ir.Value
+    value: ir.Value
+    query_norm: ir.Value | None
+    key_norm: ir.Value | None
+
+
+def heads(g: GraphBuilder, layer: int, projected: Projections, table: RopeTable, spec: AttentionSpec) -> HeadTensors:
+    """Splits the projections into heads, normalizes and rotates them; new keys and values become outputs."""
+    inputs = [
+        projected.query,
+        projected.key,
+        projected.value,
+        table.cos,
+        table.sin,
+        projected.query_norm,
+        projected.key_norm,
+    ]
+    attributes = {
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "key_dim": spec.key_dim,
+        "value_dim": spec.value_dim,
+        "rotary_dim": spec.rope.rotary_dim,
+        "scale": spec.scale,
+        "epsilon": 0.0 if spec.qk_norm is None else spec.qk_norm.epsilon,
+    }
+    with g.block("heads", inputs, attributes) as outputs:
+        query = _rotate(g, _split(g, projected.query, spec.key_dim, spec, projected.query_norm), table, spec)
+        query = g.op("Mul", query, g.constant(np.array(spec.scale, np.float32)))
+        query = g.op("Reshape", query, g.ints(0, spec.num_kv_heads, -1, spec.key_dim))
+        key = _rotate(g, _split(g, projected.key, spec.key_dim, spec, projected.key_norm), table, spec)
+        key = g.op("Transpose", key, attributes={"perm": [0, 1, 3, 2]})
+        value = _split(g, projected.value, spec.value_dim, spec, None)
+        kv = spec.num_kv_heads
+        g.output(key, contract.new_key(layer), ir.DataType.FLOAT, ["batch", kv, spec.key_dim, "sequence"])
+        g.output(value, contract.new_value(layer), ir.DataType.FLOAT, ["batch", kv, "sequence", spec.value_dim])
+        outputs += [query, key, value]
+    return HeadTensors(query=query, key=key, value=value)
+
+
+def _split(g: GraphBuilder, x: ir.Value, width: int, spec: AttentionSpec, weight: ir.Value | None) -> ir.Value:
+    """Turns (B, S, heads · width) into (B, heads, S, width), normalized when there is a weight."""
+    rows = g.op("Reshape", x, g.ints(0, 0, -1, width))
+    if weight is not None and spec.qk_norm is not None:
+        rows = rms(g, rows, spec.qk_norm.epsilon, weight)
+    return g.op("Transpose", rows, attributes={"perm": [0, 2, 1, 3]})
+
+
+def _rotate(g: GraphBuilder, x: ir.Value, table: RopeTable, spec: AttentionSpec) -> ir.Value:
+    """Rotates the leading channels of x, shape (B, heads, S, dk): (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
+    half, rest = spec.rope.rotary_dim // 2, spec.key_dim - spec.rope.rotary_dim
+    sizes = [half, half] + ([rest] if rest else [])
+    a, b, *passed = g.ops("Split", [x, g.ints(*sizes)], len(sizes), {"axis": -1})
+    cos, sin = (g.op("Unsqueeze", part, g.ints(1)) for part in (table.cos, table.sin))
+    rotated = [
+        g.op("Sub", g.op("Mul", a, cos), g.op("Mul", b, sin)),
+        g.op("Add", g.op("Mul", b, cos), g.op("Mul", a, sin)),
+    ]
+    return g.op("Concat", *rotated, *passed, attributes={"axis": -1})
+
+
+def attention(
+    g: GraphBuilder, tensors: HeadTensors, past_key: ir.Value, past_value: ir.Value, bias: AttentionBias
+) -> ir.Value:
+    """Attends over the cache and the new tokens; returns (B, KV, G·S, dv)."""
+    inputs = [tensors.query, tensors.key, tensors.value, past_key, past_value, bias.bias, bias.lengths]
+    with g.block("attention", inputs, {}) as outputs:
+        past_scores = g.op("MatMul", tensors.query, past_key)
+        new_scores = g.op("MatMul", tensors.query, tensors.key)
+        scores = g.op("Concat", past_scores, new_scores, attributes={"axis": -1})
+        probabilities = g.op("Softmax", g.op("Add", scores, bias.bias), attributes={"axis": -1})
+        past, new = g.ops("Split", [probabilities, bias.lengths], 2, {"axis": -1})
+        context = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, tensors.value))
+        outputs.append(context)
+    return context
+
+
+def join_heads(g: GraphBuilder, context: ir.Value, spec: AttentionSpec) -> ir.Value:
+    """Turns (B, KV, G·S, dv) into (B, S, H·dv)."""
+    attributes = {"num_heads": spec.num_heads, "value_dim": spec.value_dim}
+    with g.block("join_heads", [context], attributes) as outputs:
+        split = g.op("Reshape", context, g.ints(0, spec.num_heads, -1, spec.value_dim))
+        tokens = g.op("Transpose", split, attributes={"perm": [0, 2, 1, 3]})
+        joined = g.op("Reshape", tokens, g.ints(0, 0, -1))
+        outputs.append(joined)
+    return joined

@@ -1,0 +1,38 @@
+"""Lowering a bundle's portable graph to what one target runs best; see `edgekit.export.lowering.blocks`.
+
+The runtime runs this as a program, ``python -m edgekit.export.lowering TARGET GRAPH OUT``, so that a process
+that generates tokens never holds the tools that rewrite graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgekit.bundle import GRAPH, GRAPH_DATA
+from edgekit.errors import UnsupportedError, one_of
+from edgekit.export.lowering import ort_cpu
+from edgekit.export.lowering.blocks import LowerBlock, lower
+
+TARGETS: Mapping[str, Mapping[str, LowerBlock]] = {"ort-cpu": ort_cpu.TABLE}
+
+
+def lower_graph(graph: Path, target: str, output: Path) -> None:
+    """Writes the lowered graph of a portable one into an existing directory.
+
+    Args:
+        graph: model.onnx with its data file beside it.
+        target: A key of `TARGETS`.
+        output: Where the new model.onnx and its data file go.
+
+    Raises:
+        UnsupportedError: There is no such target.
+        StorageError: The disk refused a write.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(f"lowering target {one_of(target, TARGETS)}")
+    lowered, data = lower(ir.load(graph), TARGETS[target], GRAPH_DATA)
+    data.write(output, lambda *_: None)
+    ir.save(lowered, output / GRAPH)

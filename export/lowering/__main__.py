@@ -1,0 +1,24 @@
+"""``python -m edgekit.export.lowering TARGET GRAPH OUT``: the lowering in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from edgekit.errors import EdgeKitError
+from edgekit.export.lowering import lower_graph
+
+
+def main(arguments: list[str]) -> int:
+    """Lowers one graph; returns the exit status, with the reason of a failure on stderr."""
+    target, graph, output = arguments
+    try:
+        lower_graph(Path(graph), target, Path(output))
+    except EdgeKitError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

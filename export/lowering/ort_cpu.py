@@ -1,0 +1,304 @@
+"""Lowering for ONNX Runtime's CPU provider.
+
+Activations are two-dimensional, [T, n] with T = B·S, so that an affine offset and a bias are the C operand of
+a Gemm; heads get their four dimensions back from the shape of input_ids. Per layer:
+
+    SkipSimplifiedLayerNormalization          residual sum and norm in one
+    MatMulNBits q|k|v                         int8 activations (accuracy level 4)
+    Reshape, Transpose, Split, RotaryEmbedding, Split, Reshape, Transpose
+    FusedMatMul ×2, Concat, Add, Softmax, Split, MatMul ×2, Add
+    Reshape, Transpose, Reshape
+    MatMulNBits o
+    SkipSimplifiedLayerNormalization
+    MatMulNBits gate|up, Split, QuickGelu (α = 1 is SiLU), Mul
+    MatMulNBits down
+
+and for affine blocks, before each of the four matrices, MatMul (block sums) and after it Gemm (+ offsets).
+Projections that read the same activation and are stored alike are concatenated into one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from edgekit import contract
+from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering
+from edgekit.export.lowering.packing import packed, vectors, widened
+
+FLOAT = ir.DataType.FLOAT.value
+MS = "com.microsoft::"
+INT8_ACTIVATIONS = 4
+
+
+def _embedding(state: Lowering, block: Block) -> None:
+    """Gathers rows of the codes that a tied head multiplies with, and dequantizes only those.
+
+    ids [T] ─▶ Gather(codes [V, H/b, b]) ─▶ Cast ─▶ − 128 ─▶ × scale [T, H/b, 1] ─▶ (+ offset) ─▶ [T, H]
+    """
+    g, (ids, *parts) = state.g, state.operands(block)
+    hidden, precision = block.attributes["hidden"], block.attributes["precision"]
+    tokens = g.op("Reshape", state[ids], g.ints(-1))
+    if precision in ("fp32", "fp16"):
+        rows = g.op("Gather", widened(state, [parts]), tokens, attributes={"axis": 1})
+        state[block.outputs[0]] = g.op("Transpose", rows, attributes={"perm": [1, 0]})
+        return
+    matrix = packed(state, [parts], block.attributes["block_size"])
+    rows = g.op("Cast", g.op("Gather", matrix.codes, tokens), attributes={"to": FLOAT})
+    rows = g.op("Sub", rows, g.constant(np.array(128, np.float32)))
+    rows = g.op("Mul", rows, g.op("Unsqueeze", g.op("Gather", matrix.scale, tokens), g.ints(2)))
+    if matrix.offset is not None:
+        offset = g.op("Transpose", g.op("Gather", matrix.offset, tokens, attributes={"axis": 1}))
+        rows = g.op("Add", rows, g.op("Unsqueeze", offset, g.ints(2)))
+    padded = g.op("Reshape", rows, g.ints(0, -1))
+    state[block.outputs[0]] = g.op("Slice", padded, g.ints(0), g.ints(hidden), g.ints(1))
+
+
+def _norm(state: Lowering, block: Block) -> None:
+    """A norm, taking over the residual sum that it alone has asked for so far."""
+    g, (x, weight, bias) = state.g, block.inputs
+    assert x is not None and weight is not None
+    parameters = [vectors(state, [value]) for value in (weight, bias) if value is not None]
+    kind = "SimplifiedLayerNormalization" if bias is None else "LayerNormalization"
+    epsilon = {"epsilon": block.attributes["epsilon"]}
+    terms = state.take_add(x)
+    if terms is None:
+        state[block.outputs[0]] = g.op(kind, state[x], *parameters, attributes={"axis": -1, **epsilon})
+        return
+    # Outputs 1 and 2 (mean, inverse deviation) are not wanted; output 3 is the sum.
+    op_type = f"{MS}Skip{kind}"
+    inputs = [state[terms[0]], state[terms[1]], *parameters]
+    normed, *_, total = g.ops(op_type, inputs, 4, epsilon)
+    state[x], state[block.outputs[0]] = total, normed
+
+
+def _linear(state: Lowering, block: Block) -> None:
+    """One matrix product for all projections of the same activation that are stored alike.
+
+    x [T, K] ─┬─▶ MatMulNBits(codes) ─▶ y [T, ΣN] ──────────────────┐ C
+              └─▶ MatMul(indicator [K, K/b]) ─▶ sums [T, K/b] ─▶ Gemm(offset [K/b, ΣN]) ─▶ Split
+    """
+    g, group = state.g, _siblings(state, block)
+    matrices = [[part for part in member.inputs[2:] if part is not None] for member in group]
+    biases = [member.inputs[1] for member in group if member.inputs[1] is not None]
+    bias = vectors(state, biases) if biases else None
+    assert block.inputs[0] is not None
+    x, rows = state[block.inputs[0]], [int(member.attributes["rows"]) for member in group]
+    if block.attributes["precision"] in ("fp32", "fp16"):
+        weight = widened(state, matrices)
+        y = g.op("MatMul", x, weight) if bias is None else g.op("Gemm", x, weight, bias)
+    else:
+        y = _matmul_nbits(state, block, matrices, x, bias)
+    state.merged[tuple(member.outputs[0] for member in group)] = y
+    parts = [y] if len(group) == 1 else g.ops("Split", [y, g.ints(*rows)], len(rows), {"axis": -1})
+    for member, part in zip(group, parts, strict=True):
+        state[member.outputs[0]] = part
+
+
+def _matmul_nbits(
+    state: Lowering, block: Block, matrices: list[list[ir.Value]], x: ir.Value, bias: ir.Value | None
+) -> ir.Value:
+    g, columns, size = state.g, int(block.attributes["columns"]), int(block.attributes["block_size"])
+    matrix = packed(state, matrices, size)
+    assert matrix.codes.shape is not None
+    attributes = {
+        "K": columns,
+        "N": int(matrix.codes.shape[0]),
+        "bits": 4 if block.attributes["precision"] == "int4" else 8,
+        "block_size": size,
+        "accuracy_level": INT8_ACTIVATIONS,
+    }
+    y = g.op(f"{MS}MatMulNBits", x, matrix.codes, matrix.scale, None, None, bias, attributes=attributes)
+    if matrix.offset is None:
+        return y
+    indicator = np.repeat(np.eye(-(-columns // size), dtype=np.float32), size, axis=0)[:columns]
+    sums = state.once(("block sums", x, size), lambda: g.op("MatMul", x, g.constant(indicator)))
+    return g.op("Gemm", sums, matrix.offset, y)
+
+
+def _siblings(state: Lowering, block: Block) -> list[Block]:
+    """Projections of the same activation with the same storage and all with or all without bias."""
+    same = ("columns", "precision", "block_size", "scheme")
+    return [
+        other
+        for other in state.blocks.values()
+        if other.kind == "linear"
+        and other.inputs[0] is block.inputs[0]
+        and all(other.attributes[key] == block.attributes[key] for key in same)
+        and (other.inputs[1] is None) == (block.inputs[1] is None)
+    ]
+
+
+def _rope_table(state: Lowering, block: Block) -> None:
+    """The table has one row per new token, so a token's row index stands for its position."""
+    g, (positions,) = state.g, state.operands(block)
+    frequencies = block.attributes["inverse_frequencies"]
+    column = g.op("Cast", g.op("Reshape", state[positions], g.ints(-1, 1)), attributes={"to": FLOAT})
+    angles = g.op("Mul", column, g.constant(np.array(frequencies, np.float32)))
+    state[block.outputs[0]], state[block.outputs[1]] = g.op("Cos", angles), g.op("Sin", angles)
+
+
+def _token_indices(state: Lowering) -> ir.Value:
+    """0 … B·S − 1 as [B, S] int64."""
+    g, shape = state.g, _token_shape(state)
+    count = g.op("ReduceProd", shape, attributes={"keepdims": 0})
+    indices = g.op("Range", g.constant(np.array(0)), count, g.constant(np.array(1)))
+    return g.op("Reshape", indices, shape)
+
+
+def _token_shape(state: Lowering) -> ir.Value:
+    return state.once("token shape", lambda: state.g.op("Shape", state[state.source_input(contract.INPUT_IDS)]))
+
+
+def _head_shape(state: Lowering, heads: int, width: int) -> ir.Value:
+    """The vector (B, S, heads, width)."""
+
+    def build() -> ir.Value:
+        return state.g.op("Concat", _token_shape(state), state.g.ints(heads, width), attributes={"axis": 0})
+
+    return state.once(("head shape", heads, width), build)
+
+
+def _heads(state: Lowering, block: Block) -> None:
+    """Heads of the merged projection, or of three separate ones when they are stored or sized differently.
+
+    q|k|v [T, (H + 2·KV)·d] ─▶ [B, S, H + 2·KV, d] ─▶ Transpose ─▶ Split ─┬─▶ q|k ─▶ RotaryEmbedding ─▶ Split
+                                                                          └─▶ new_value [B, KV, S, d]
+    """
+    g, a = state.g, block.attributes
+    query, key, value, cos, sin, query_norm, key_norm = block.inputs
+    assert cos is not None and sin is not None
+    num_heads, kv, width = a["num_heads"], a["num_kv_heads"], a["key_dim"]
+    merged = state.merged.get((query, key, value))
+    if merged is not None and width == a["value_dim"]:
+        rows = _to_heads(state, merged, num_heads + 2 * kv, width)
+        if query_norm is None:
+            pair, new_value = g.ops("Split", [rows, g.ints(num_heads + kv, kv)], 2, {"axis": 1})
+            rotated = _rotate(state, block, pair, state[cos], state[sin])
+            q, k = g.ops("Split", [rotated, g.ints(num_heads, kv)], 2, {"axis": 1})
+        else:
+            q, k, new_value = g.ops("Split", [rows, g.ints(num_heads, kv, kv)], 3, {"axis": 1})
+    else:
+        q = _to_heads(state, state[query], num_heads, width)
+        k = _to_heads(state, state[key], kv, width)
+        new_value = _to_heads(state, state[value], kv, a["value_dim"])
+        rotated = None
+    if query_norm is not None or merged is None or width != a["value_dim"]:
+        q, k = (
+            _rotate(state, block, _head_norm(state, block, rows, weight), state[cos], state[sin])
+            for rows, weight in ((q, query_norm), (k, key_norm))
+        )
+    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, -1, width))
+    state[block.outputs[1]] = g.op("Transpose", k, attributes={"perm": [0, 1, 3, 2]})
+    state[block.outputs[2]] = new_value
+    state.query_scale[block.outputs[0]] = a["scale"]
+
+
+def _to_heads(state: Lowering, x: ir.Value, heads: int, width: int) -> ir.Value:
+    rows = state.g.op("Reshape", x, _head_shape(state, heads, width))
+    return state.g.op("Transpose", rows, attributes={"perm": [0, 2, 1, 3]})
+
+
+def _head_norm(state: Lowering, block: Block, rows: ir.Value, weight: ir.Value | None) -> ir.Value:
+    if weight is None:
+        return rows
+    attributes = {"axis": -1, "epsilon": block.attributes["epsilon"]}
+    return state.g.op("SimplifiedLayerNormalization", rows, vectors(state, [weight]), attributes=attributes)
+
+
+def _rotate(state: Lowering, block: Block, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    indices = state.once("token indices", lambda: _token_indices(state))
+    attributes: Mapping[str, int] = {"interleaved": 0}
+    if block.attributes["rotary_dim"] != block.attributes["key_dim"]:
+        attributes = {
+            **attributes,
+            "rotary_embedding_dim": block.attributes["rotary_dim"],
+            "num_heads": block.attributes["num_heads"],
+        }
+    return state.g.op(f"{MS}RotaryEmbedding", x, indices, cos, sin, attributes=attributes)
+
+
+def _attention_bias(state: Lowering, block: Block) -> None:
+    g, (past_bias, new_bias) = state.g, state.operands(block)
+    past, new = state[past_bias], state[new_bias]
+    rows = g.op("Concat", g.op("Shape", new, attributes={"start": 0, "end": 3}), g.ints(1), attributes={"axis": 0})
+    bias = g.op("Concat", g.op("Expand", past, rows), new, attributes={"axis": 3})
+    if block.attributes["group_size"] > 1:
+        bias = g.op("Tile", bias, g.ints(1, 1, block.attributes["group_size"], 1))
+    lengths = [g.op("Shape", value, attributes={"start": 3, "end": 4}) for value in (past, new)]
+    state[block.outputs[0]] = bias
+    state[block.outputs[1]] = g.op("Concat", *lengths, attributes={"axis": 0})
+
+
+def _attention(state: Lowering, block: Block) -> None:
+    """As the portable block, with the scale of the scores folded into the two products."""
+    g, operands = state.g, state.operands(block)
+    query, key, value, past_key, past_value, bias, lengths = (state[operand] for operand in operands)
+    scale = {"alpha": state.query_scale[operands[0]]}
+    scores = [g.op(f"{MS}FusedMatMul", query, keys, attributes=scale) for keys in (past_key, key)]
+    biased = g.op("Add", g.op("Concat", *scores, attributes={"axis": -1}), bias)
+    past, new = g.ops("Split", [g.op("Softmax", biased, attributes={"axis": -1}), lengths], 2, {"axis": -1})
+    state[block.outputs[0]] = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, value))
+
+
+def _join_heads(state: Lowering, block: Block) -> None:
+    g, (context,) = state.g, state.operands(block)
+    heads, width = block.attributes["num_heads"], block.attributes["value_dim"]
+    split = g.op("Reshape", state[context], g.ints(0, heads, -1, width))
+    tokens = g.op("Transpose", split, attributes={"perm": [0, 2, 1, 3]})
+    state[block.outputs[0]] = g.op("Reshape", tokens, g.ints(-1, heads * width))
+
+
+def _activate(state: Lowering, x: ir.Value, activation: str) -> ir.Value:
+    if activation == "silu":
+        return state.g.op(f"{MS}QuickGelu", x, attributes={"alpha": 1.0})
+    if activation == "relu":
+        return state.g.op("Relu", x)
+    return state.g.op("Gelu", x, attributes={"approximate": "tanh" if activation == "gelu_tanh" else "none"})
+
+
+def _gated_activation(state: Lowering, block: Block) -> None:
+    gate, up = state.operands(block)
+    active = _activate(state, state[gate], block.attributes["activation"])
+    state[block.outputs[0]] = state.g.op("Mul", active, state[up])
+
+
+def _activation(state: Lowering, block: Block) -> None:
+    (x,) = state.operands(block)
+    state[block.outputs[0]] = _activate(state, state[x], block.attributes["activation"])
+
+
+def _select_rows(state: Lowering, block: Block) -> None:
+    """[T, H] ─▶ [B, S, H] ─▶ Gather ─▶ [B·R, H]."""
+    g, (hidden, rows) = state.g, state.operands(block)
+    width = block.attributes["hidden"]
+    shape = g.op("Concat", _token_shape(state), g.ints(width), attributes={"axis": 0})
+    selected = g.op("Gather", g.op("Reshape", state[hidden], shape), state[rows], attributes={"axis": 1})
+    state[block.outputs[0]] = g.op("Reshape", selected, g.ints(-1, width))
+
+
+def _logits(state: Lowering, block: Block) -> None:
+    """[B·R, V] ─▶ [B, R, V]."""
+    g, (x, rows) = state.g, state.operands(block)
+    batch = g.op("Slice", _token_shape(state), g.ints(0), g.ints(1))
+    shape = g.op("Concat", batch, g.op("Shape", state[rows]), g.ints(-1), attributes={"axis": 0})
+    state[block.outputs[0]] = g.op("Reshape", state[x], shape)
+
+
+TABLE: Mapping[str, LowerBlock] = {
+    "embedding": _embedding,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "linear": _linear,
+    "rope_table": _rope_table,
+    "heads": _heads,
+    "attention_bias": _attention_bias,
+    "attention": _attention,
+    "join_heads": _join_heads,
+    "gated_activation": _gated_activation,
+    "activation": _activation,
+    "select_rows": _select_rows,
+    "logits": _logits,
+}

@@ -1,0 +1,111 @@
+"""Stored matrices in the layouts of ONNX Runtime's kernels.
+
+| tensor | portable graph               | MatMulNBits                                                  |
+|--------|------------------------------|--------------------------------------------------------------|
+| codes  | [Kp, N] int4 or int8, signed | [N, Kp/b, b·bits/8] uint8, zero at 8 or 128, low nibble first |
+| scale  | [Kp/b, N] fp16               | [N, Kp/b] fp32                                               |
+| offset | [Kp/b, N] fp16               | [Kp/b, N] fp32, the B operand of a Gemm over block sums      |
+
+Matrices that are multiplied with the same activation are concatenated along N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgekit.export.lowering.blocks import Lowering
+from edgekit.export.weights import unpack_int4
+
+StoredParts = Sequence[ir.Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMatrix:
+    """Initializers of a quantized matrix, as in the module's table; offset is None when symmetric."""
+
+    codes: ir.Value
+    scale: ir.Value
+    offset: ir.Value | None
+
+
+def packed(state: Lowering, matrices: Sequence[StoredParts], block_size: int) -> PackedMatrix:
+    """Packs the codes of one or more quantized matrices; the same matrices are packed once.
+
+    Args:
+        state: The lowering.
+        matrices: The (codes, scale[, offset]) of each matrix; all of one format and one K.
+        block_size: Inputs that share a scale.
+    """
+    codes_shape, bits = matrices[0][0].shape, 4 if matrices[0][0].dtype == ir.DataType.INT4 else 8
+    assert codes_shape is not None
+    rows = sum(_columns(parts[0]) for parts in matrices)
+    blocks = int(codes_shape[0]) // block_size
+    name = _name([parts[0] for parts in matrices])
+    shapes = [(f"{name}.nbits", ir.DataType.UINT8, (rows, blocks, block_size * bits // 8))]
+    shapes.append((f"{name}.nbits_scale", ir.DataType.FLOAT, (rows, blocks)))
+    if len(matrices[0]) == 3:
+        shapes.append((f"{name}.nbits_offset", ir.DataType.FLOAT, (blocks, rows)))
+
+    def load() -> list[npt.NDArray[np.generic]]:
+        codes = np.concatenate([_packed_codes(parts[0], block_size, bits) for parts in matrices])
+        scale = np.concatenate([_floats(parts[1]).T for parts in matrices])
+        offset = [np.concatenate([_floats(parts[2]) for parts in matrices], axis=1)] if len(shapes) == 3 else []
+        return [codes, scale, *offset]
+
+    codes, scale, *offset = state.weights(name, shapes, load)
+    return PackedMatrix(codes=codes, scale=scale, offset=offset[0] if offset else None)
+
+
+def widened(state: Lowering, matrices: Sequence[StoredParts]) -> ir.Value:
+    """Concatenates fp32 or fp16 matrices [K, N] along N as fp32."""
+    shape = matrices[0][0].shape
+    assert shape is not None
+    columns = sum(_columns(parts[0]) for parts in matrices)
+    name = _name([parts[0] for parts in matrices])
+    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (int(shape[0]), columns))]
+    return state.weights(name, whole, lambda: [np.concatenate([_floats(parts[0]) for parts in matrices], axis=1)])[0]
+
+
+def vectors(state: Lowering, values: Sequence[ir.Value]) -> ir.Value:
+    """Concatenates fp32 vectors."""
+    name = _name(values)
+    length = sum(_columns(value) for value in values)
+    load = lambda: [np.concatenate([_floats(value) for value in values])]  # noqa: E731 - a name would say no more
+    return state.weights(name, [(f"{name}.fp32", ir.DataType.FLOAT, (length,))], load)[0]
+
+
+def _packed_codes(value: ir.Value, block_size: int, bits: int) -> npt.NDArray[np.uint8]:
+    """Returns shape (N, Kp / b, b · bits / 8): codes along K, shifted so that they are unsigned."""
+    codes = np.ascontiguousarray(_codes(value).T).view(np.uint8) + np.uint8(1 << (bits - 1))
+    if bits == 4:
+        codes &= 0x0F
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes.reshape(codes.shape[0], -1, block_size * bits // 8)
+
+
+def _codes(value: ir.Value) -> npt.NDArray[np.int8]:
+    tensor = value.const_value
+    assert tensor is not None
+    shape = tuple(int(size) for size in tensor.shape)
+    if tensor.dtype == ir.DataType.INT4:
+        return unpack_int4(np.frombuffer(tensor.tobytes(), np.uint8), shape)
+    return np.frombuffer(tensor.tobytes(), np.int8).reshape(shape)
+
+
+def _floats(value: ir.Value) -> npt.NDArray[np.float32]:
+    assert value.const_value is not None
+    return value.const_value.numpy().astype(np.float32)
+
+
+def _columns(value: ir.Value) -> int:
+    assert value.shape is not None
+    return int(value.shape[-1])
+
+
+def _name(values: Sequence[ir.Value]) -> str:
+    return "|".join(str(value.name).removesuffix(".codes") for value in values)

@@ -1,0 +1,95 @@
+"""Which matrix is stored how: the user's options against what the checkpoint already holds."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from edgekit.blocks import Scheme
+from edgekit.checkpoint import Checkpoint
+from edgekit.errors import UnsupportedError, UsageError, one_of
+from edgekit.export.weights import BITS, PRECISIONS, Precision, Storage
+
+BLOCK_SIZES = (16, 32, 64, 128)
+DEFAULT_SCHEMES: dict[Precision, Scheme] = {"int4": "affine", "int8": "symmetric"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """How matrices are stored.
+
+    Attributes:
+        precision: For the projections. The embedding and the head take int8 when this is int4 or int8.
+        scheme: `affine` or `symmetric` blocks; None for affine int4 and symmetric int8.
+        block_size: Inputs that share a scale: 16, 32, 64 or 128.
+        keep: Glob patterns of module names, such as ``layers.0.*``, that stay fp16.
+        requantize: Round blocks that a GGUF has already rounded once more, where the options differ from them.
+    """
+
+    precision: Precision = "int4"
+    scheme: Scheme | None = None
+    block_size: int = 32
+    keep: tuple[str, ...] = ()
+    requantize: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses values and combinations that mean nothing.
+
+        Raises:
+            UsageError: For an unknown precision, scheme or block size, or options that would have no effect.
+        """
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision {one_of(self.precision, PRECISIONS)}")
+        if self.scheme not in (None, "symmetric", "affine"):
+            raise UsageError(f"scheme {one_of(str(self.scheme), ('symmetric', 'affine'))}")
+        if self.block_size not in BLOCK_SIZES:
+            raise UsageError(f"block size {self.block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
+        if self.precision not in BITS and (self.scheme is not None or self.keep):
+            raise UsageError(f"scheme and keep have no effect with precision {self.precision}; use int4 or int8")
+
+
+def plan_storage(checkpoint: Checkpoint, options: QuantizationOptions) -> dict[str, Storage]:
+    """Decides how every tensor of the checkpoint is stored, by canonical name.
+
+    Blocks of a GGUF are kept: with precision int8 their codes are held in 8 bits, which changes no value, and
+    with int4 an 8-bit block stays 8 bits wide. They are rounded again only with `requantize`.
+
+    Raises:
+        UsageError: A `keep` pattern matches no module.
+        UnsupportedError: The options would round a GGUF's blocks again and `requantize` is not set.
+    """
+    plan: dict[str, Storage] = {}
+    modules = [name.removesuffix(".weight") for name, shape in checkpoint.spec.tensor_shapes().items() if len(shape) == 2]
+    for pattern in options.keep:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise UsageError(f"keep pattern {pattern!r} matches no module; modules are named like {modules[1]!r}")
+    for name, shape in checkpoint.spec.tensor_shapes().items():
+        plan[name] = Storage(precision="fp32") if len(shape) == 1 else _matrix_storage(checkpoint, name, options)
+    counts = Counter(str(plan[f"{module}.weight"]) for module in modules)
+    logger.info("storage: %s", ", ".join(f"{count} × {kind}" for kind, count in counts.most_common()))
+    return plan
+
+
+def _matrix_storage(checkpoint: Checkpoint, name: str, options: QuantizationOptions) -> Storage:
+    module = name.removesuffix(".weight")
+    if options.precision not in BITS:
+        return Storage(precision=options.precision)
+    if any(fnmatchcase(module, pattern) for pattern in options.keep):
+        return Storage(precision="fp16")
+    table = module in ("embed_tokens", "lm_head")
+    precision: Precision = "int8" if table else options.precision
+    stored = checkpoint.block_format(name)
+    if stored is not None and not options.requantize:
+        if options.scheme not in (None, stored.scheme) and not table:
+            raise UnsupportedError(
+                f"{module} is stored as {stored.scheme} int{stored.bits} blocks, scheme {options.scheme!r} would round "
+                "it a second time; leave the scheme out to keep the blocks, or pass --requantize to accept the loss"
+            )
+        wide: Precision = "int8" if stored.bits == 8 else precision
+        return Storage(precision=wide, block_size=stored.block_size, scheme=stored.scheme)
+    scheme = DEFAULT_SCHEMES[precision] if table or options.scheme is None else options.scheme
+    return Storage(precision=precision, block_size=options.block_size, scheme=scheme)

@@ -1,0 +1,145 @@
+"""How the matrices of a model are stored in a bundle.
+
+A projection of N outputs and K inputs, K padded to Kp = ceil(K / b)·b with zero codes:
+
+| storage    | tensors, in this order                                                                    |
+|------------|-------------------------------------------------------------------------------------------|
+| fp32, fp16 | weight [K, N]                                                                             |
+| int8, int4 | codes [Kp, N] (int4: two per byte), scale fp16 [Kp/b, N], offset fp16 [Kp/b, N] if affine |
+
+The embedding is stored the same way, as the projection that a tied head makes of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from edgekit.blocks import QuantizedBlocks, Scheme
+from edgekit.export.data_file import DataFile, Part
+
+Precision: TypeAlias = Literal["fp32", "fp16", "int8", "int4"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
+BITS: dict[Precision, Literal[4, 8]] = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How one matrix is stored.
+
+    Attributes:
+        precision: Number format of the weights.
+        block_size: Inputs that share a scale (int8, int4 only).
+        scheme: Whether blocks carry an offset (int8, int4 only).
+    """
+
+    precision: Precision
+    block_size: int = 32
+    scheme: Scheme = "symmetric"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the matrix is stored as blocks of codes."""
+        return self.precision in BITS
+
+    def __str__(self) -> str:
+        """Describes it as the manifest does: ``int4 affine block 32``."""
+        return f"{self.precision} {self.scheme} block {self.block_size}" if self.quantized else self.precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A tensor of the model with a place in the data file.
+
+    Attributes:
+        name: Canonical name, such as ``layers.0.mlp.up_proj.weight``.
+        shape: (rows, columns) of the matrix, or (n,) of a vector, as the model has it.
+        storage: How it is stored.
+        parts: The tensors of the table above, in its order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    storage: Storage
+    parts: tuple[ir.ExternalTensor, ...]
+
+    @property
+    def padded_columns(self) -> int:
+        """Inputs including the zero codes that fill the last block."""
+        if not self.storage.quantized:
+            return self.shape[1]
+        return -(-self.shape[1] // self.storage.block_size) * self.storage.block_size
+
+
+Load: TypeAlias = Callable[[], npt.NDArray[np.float32] | QuantizedBlocks]
+
+
+def store(file: DataFile, name: str, shape: tuple[int, ...], storage: Storage, load: Load) -> StoredWeight:
+    """Gives a tensor of the model its place in the data file.
+
+    Args:
+        file: The data file.
+        name: Canonical tensor name.
+        shape: Shape in the model, (rows, columns) or (n,).
+        storage: How to store it; vectors take fp32.
+        load: Reads the tensor, as blocks when `storage` is quantized.
+    """
+    weight = StoredWeight(name=name, shape=shape, storage=storage, parts=())
+    parts = file.reserve(name, _parts(weight), lambda: _encode(weight, load()))
+    return dataclasses.replace(weight, parts=parts)
+
+
+def _parts(weight: StoredWeight) -> list[Part]:
+    name, shape, storage = weight.name, weight.shape, weight.storage
+    if not storage.quantized:
+        return [(name, ir.DataType.FLOAT if storage.precision == "fp32" else ir.DataType.FLOAT16, shape[::-1])]
+    dtype = ir.DataType.INT4 if storage.precision == "int4" else ir.DataType.INT8
+    per_block = (weight.padded_columns // storage.block_size, shape[0])
+    parts: list[Part] = [
+        (f"{name}.codes", dtype, (weight.padded_columns, shape[0])),
+        (f"{name}.scale", ir.DataType.FLOAT16, per_block),
+    ]
+    if storage.scheme == "affine":
+        parts.append((f"{name}.offset", ir.DataType.FLOAT16, per_block))
+    return parts
+
+
+def _encode(weight: StoredWeight, value: npt.NDArray[np.float32] | QuantizedBlocks) -> list[npt.NDArray[Any]]:
+    assert tuple(value.shape) == weight.shape, (weight.name, value.shape, weight.shape)
+    if isinstance(value, QuantizedBlocks):
+        codes = np.zeros((weight.padded_columns, value.shape[0]), np.int8)
+        codes[: value.shape[1]] = value.codes.T
+        stored = pack_int4(codes) if weight.storage.precision == "int4" else codes
+        offset = [] if value.offset is None else [value.offset.T]
+        return [stored, value.scale.T, *offset]
+    return [value.T.astype(np.float32 if weight.storage.precision == "fp32" else np.float16)]
+
+
+def pack_int4(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Packs codes of any shape two per byte in row-major order, the first in the low nibble (ONNX INT4).
+
+    Args:
+        codes: int8 in −8…7.
+
+    Returns:
+        shape (ceil(codes.size / 2),), uint8.
+    """
+    flat = codes.reshape(-1).view(np.uint8) & 0x0F
+    if flat.size % 2:
+        flat = np.append(flat, np.uint8(0))
+    packed: npt.NDArray[np.uint8] = flat[0::2] | (flat[1::2] << 4)
+    return packed
+
+
+def unpack_int4(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
+    """Undoes `pack_int4`; returns int8 codes of the given shape."""
+    nibbles = np.empty(packed.size * 2, np.int8)
+    nibbles[0::2] = (packed << 4).view(np.int8) >> 4
+    nibbles[1::2] = packed.view(np.int8) >> 4
+    return nibbles[: int(np.prod(shape))].reshape(shape)
