@@ -63,7 +63,6 @@ class FactorScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | FactorScaling
-SCALING_KINDS = ("default", "linear", "llama3")
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -149,7 +149,7 @@ def _check_parity(
 ) -> ParityRecord:
     progress("parity", 0, 2)
     token_ids = _parity_tokens(checkpoint, directory)
-    expected = stream_logits(checkpoint, token_ids)
+    expected = stream_logits(checkpoint, token_ids[None])[0]
     progress("parity", 1, 2)
     got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
     kept = all(

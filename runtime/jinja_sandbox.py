@@ -9,14 +9,15 @@ import json
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from edgekit.errors import UnsupportedError
@@ -120,10 +121,14 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
             raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_BoundedNamespace, dict=_new_dict
         )
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        # Jinja returns a value that fails only if it is used and prints as nothing if it is not.
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is unsafe")
+
     def count_step(self) -> None:
         """Called at the start of each loop iteration; `call` counts it."""
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         steps = _steps.get() + 1
         _steps.set(steps)
         if steps > MAX_STEPS:

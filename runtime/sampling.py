@@ -21,7 +21,7 @@ History: TypeAlias = Collection[int] | npt.NDArray[np.integer[Any]]
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
-# A nucleus nearly always fits in this many candidates, which saves sorting the whole vocabulary.
+# A nucleus nearly always fits in so few candidates, which saves sorting the whole vocabulary.
 _NUCLEUS_HEAD = 1024
 
 
@@ -68,7 +68,9 @@ class SamplingParams:
         _require_real("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
         _require_int("top_k", self.top_k, 0)
         _require_real("min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
-        _require_real("repetition_penalty", self.repetition_penalty, "in [0.01, 100]", lambda value: 0.01 <= value <= 100)
+        _require_real(
+            "repetition_penalty", self.repetition_penalty, "in [0.01, 100]", lambda value: 0.01 <= value <= 100
+        )
         if self.seed is not None:
             _require_int("seed", self.seed, 0, _MAX_SEED)
         if self.logprobs is not None:
@@ -252,12 +254,14 @@ def _at_least_top(scores: Logits, count: int) -> npt.NDArray[np.int64]:
 
 def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
     """Returns the indices of the fewest weights that make up `top_p` of the sum (Holtzman et al. 2020)."""
-    wanted = top_p * weights.sum()
-    head = np.arange(weights.shape[0])
-    if weights.shape[0] > _NUCLEUS_HEAD:
-        head = np.argpartition(weights, -_NUCLEUS_HEAD)[-_NUCLEUS_HEAD:]
-        if weights[head].sum() < wanted:
-            head = np.arange(weights.shape[0])
+    size, wanted = weights.shape[0], top_p * weights.sum()
+    count, head = _NUCLEUS_HEAD, np.arange(size)
+    while count < size:
+        largest = np.argpartition(weights, -count)[-count:]
+        if weights[largest].sum() >= wanted:
+            head = largest
+            break
+        count *= 8
     order = head[np.argsort(-weights[head], kind="stable")]
     below = np.searchsorted(np.cumsum(weights[order]), wanted, side="left")
     return order[: below + 1]

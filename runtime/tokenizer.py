@@ -73,6 +73,10 @@ class Tokenizer:
         """Returns the id of a token as spelled in the vocabulary, or None."""
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns the spelling of a token in the vocabulary, or None."""
+        return self._backend.id_to_token(token_id)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes text; special tokens spelled out in it become their ids.
 

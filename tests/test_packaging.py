@@ -11,6 +11,8 @@ import tomli
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from edgekit.version import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = CONFIG["project"]
@@ -55,7 +57,7 @@ def test_the_wheel_made_from_the_sdist_has_every_file_and_one_top_level_package(
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
-        scripts = archive.read(f"edgekit-{PROJECT['version']}.dist-info/entry_points.txt").decode()
+        scripts = archive.read(f"edgekit-{__version__}.dist-info/entry_points.txt").decode()
     assert files == {
         "/".join([*package.split("."), *file.relative_to(tree / folder).parts])
         for package, folder in PACKAGE_DIR.items()

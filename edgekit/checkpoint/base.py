@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.blocks import QuantizedBlocks, Scheme
+from edgekit.bundle import sha256_file
 from edgekit.errors import CorruptArtifactError, UnsupportedError
 from edgekit.families import Family, WeightSource
 from edgekit.families.base import RowIndices
@@ -118,12 +119,17 @@ class Checkpoint:
             UnsupportedError: A stored tensor belongs to no part of the spec.
         """
         self.family = family
-        self.spec = _settle_tie(spec, tensors, sources)
         self._tensors = tensors
-        self._sources = {name: sources[name] for name in self.spec.tensor_shapes()}
         self._tokenizer = tokenizer
         self._origin = origin
-        self._check_tensors(ignored={sources[_HEAD].name})
+        untied = msgspec.structs.replace(spec, tie_word_embeddings=False)
+        has_head = sources[_HEAD].name in tensors.shapes
+        self._check(untied if has_head else spec, sources)
+        # Some writers repeat a tied head. One that differs from the embedding is a head: transformers unties it, too.
+        if spec.tie_word_embeddings and has_head and not _same(tensors, sources[_HEAD], sources[_EMBEDDING]):
+            spec = untied
+        self.spec = spec
+        self._sources = {name: sources[name] for name in spec.tensor_shapes()}
 
     def __enter__(self) -> Checkpoint:
         """Returns itself."""
@@ -147,7 +153,7 @@ class Checkpoint:
             kind=self._origin.kind,
             id=self._origin.id,
             revision=self._origin.revision,
-            digests={file.name: sha256(file) for file in files},
+            digests={file.name: sha256_file(file) for file in files},
         )
 
     def tensor(self, name: str) -> Weight:
@@ -189,54 +195,28 @@ class Checkpoint:
         """
         return self._tokenizer.save(directory)
 
-    def _check_tensors(self, ignored: set[str]) -> None:
-        stored, expected = self._tensors.shapes, self.spec.tensor_shapes()
-        rows: dict[str, int] = {}
-        for name, source in self._sources.items():
-            rows[source.name] = rows.get(source.name, 0) + expected[name][0]
-        for name, source in self._sources.items():
-            shape = (rows[source.name], *expected[name][1:])
-            if source.name not in stored:
-                raise CorruptArtifactError(f"{self._where()} has no tensor {source.name!r} of shape {shape}")
-            if stored[source.name] != shape:
-                raise CorruptArtifactError(
-                    f"{self._where()} has {source.name!r} with shape {stored[source.name]}; the config says {shape}"
-                )
-        unused = sorted(name for name in stored.keys() - rows.keys() - ignored if not _BUFFERS.fullmatch(name))
+    def _check(self, spec: DecoderSpec, sources: Mapping[str, WeightSource]) -> None:
+        """Checks that the stored tensors are exactly those of a spec."""
+        where, stored, expected = f"checkpoint {self._origin.id!r}", self._tensors.shapes, spec.tensor_shapes()
+        rows = Counter[str]()  # of each stored tensor, over all the canonical ones that share it
+        for name, shape in expected.items():
+            rows[sources[name].name] += shape[0]
+        for name, shape in expected.items():
+            stored_name = sources[name].name
+            wanted, got = (rows[stored_name], *shape[1:]), stored.get(stored_name)
+            if got is None:
+                raise CorruptArtifactError(f"{where} has no tensor {stored_name!r}; its config wants shape {wanted}")
+            if got != wanted:
+                raise CorruptArtifactError(f"{where} has tensor {stored_name!r} of shape {got}; expected {wanted}")
+        unused = sorted(name for name in stored.keys() - rows.keys() if not _BUFFERS.fullmatch(name))
         if unused:
             raise UnsupportedError(
-                f"{self._where()} has {len(unused)} tensors that {self.family.name} does not use, such as {unused[0]!r}"
+                f"{where} has {len(unused)} tensors that {self.family.name} does not use, such as {unused[0]!r}"
             )
 
-    def _where(self) -> str:
-        return f"checkpoint {self._origin.id!r}"
 
-
-def _settle_tie(spec: DecoderSpec, tensors: TensorStore, sources: Mapping[str, WeightSource]) -> DecoderSpec:
-    """Unties a head that the config calls tied and that is stored with other values, as transformers does."""
-    head, embedding = sources[_HEAD].name, sources[_EMBEDDING].name
-    if not spec.tie_word_embeddings or head == embedding or not {head, embedding} <= tensors.shapes.keys():
-        return spec
-    if _same(tensors.read(head, None), tensors.read(embedding, None)):
-        return spec
-    return msgspec.structs.replace(spec, tie_word_embeddings=False)
-
-
-def _same(left: Weight, right: Weight) -> bool:
-    if isinstance(left, QuantizedBlocks) or isinstance(right, QuantizedBlocks):
+def _same(tensors: TensorStore, left: WeightSource, right: WeightSource) -> bool:
+    first, second = (tensors.read(source.name, source.rows) for source in (left, right))
+    if isinstance(first, QuantizedBlocks) or isinstance(second, QuantizedBlocks):
         return False
-    return np.array_equal(left, right)
-
-
-def sha256(path: Path) -> str:
-    """Returns the digest of a file in hex, read in pieces of 1 MiB."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def existing(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """Returns the paths that are files."""
-    return tuple(path for path in paths if path.is_file())
+    return np.array_equal(first, second)

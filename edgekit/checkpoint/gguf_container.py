@@ -79,7 +79,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         self._path = path
-        self._view = memoryview(data)
+        self._view = data.data
         self.position = 0
 
     def numbers(self, formats: str) -> tuple[Any, ...]:

@@ -52,11 +52,14 @@ def _split(pattern: str) -> PreTokenizer:
 
 _PRE_TOKENIZERS: Mapping[str, Callable[[], PreTokenizer]] = {
     "gpt-2": _gpt2,
-    "olmo": _gpt2,
+    "olmo": _gpt2,  # GPT-NeoX's
     "smollm": _smollm,
     "llama-bpe": lambda: _split(_LLAMA3),
     "qwen2": lambda: _split(_QWEN2),
 }
+_NORMALIZED = ("olmo", "qwen2")
+# Vocabularies with whole words that no sequence of merges reaches.
+_WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 
 class GgufTokenizer:
@@ -104,9 +107,9 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
     values = {key[15:]: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    model = values.get("model")
+    model = str(values.get("model"))
     if model not in builders:
-        raise UnsupportedError(f"{path} has a tokenizer of kind {one_of(str(model), builders)}")
+        raise UnsupportedError(f"{path} has a tokenizer of kind {one_of(model, builders)}")
     try:
         tokenizer = builders[model](values, path)
         for index, kind in enumerate(values.get("token_type", ())):
@@ -122,39 +125,39 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def _byte_level(values: Mapping[str, Any], path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
-    pre = values.get("pre")
+    pre = str(values.get("pre"))
     if pre not in _PRE_TOKENIZERS:
-        raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(str(pre), _PRE_TOKENIZERS)}")
-    vocabulary = {token: index for index, token in enumerate(values["tokens"])}
+        raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(pre, _PRE_TOKENIZERS)}")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["merges"])]
-    # The vocabularies of Llama 3 hold whole words that no sequence of merges reaches.
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    if pre == "qwen2":
-        from tokenizers import normalizers
-
+    tokenizer = Tokenizer(models.BPE(_vocabulary(values), merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if pre in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(values: Mapping[str, Any], path: Path) -> Tokenizer:
+def _vocabulary(values: Mapping[str, Any]) -> dict[str, int]:
+    vocabulary = {token: index for index, token in enumerate(values["tokens"])}
+    if len(vocabulary) != len(values["tokens"]):
+        raise ValueError("tokens appear twice")
+    return vocabulary
+
+
+def _sentencepiece(values: Mapping[str, Any], _path: Path) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = values["tokens"]
-    space = _SENTENCEPIECE_SPACE
-    unknown = values.get("unknown_token_id")
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: index for index, token in enumerate(tokens)},
-            _merges(tokens, values["scores"]),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    tokens, space, unknown = values["tokens"], _SENTENCEPIECE_SPACE, values.get("unknown_token_id")
+    model = models.BPE(
+        _vocabulary(values),
+        _merges(tokens, values["scores"]),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
     )
+    tokenizer = Tokenizer(model)
     replace = normalizers.Replace(" ", space)
     prefixed = values.get("add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), replace]) if prefixed else replace
@@ -166,15 +169,15 @@ def _sentencepiece(values: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best score first, as the SentencePiece BPE merges them."""
+    """Every way to join two tokens into a third, best score first, in the order of transformers' converter."""
     ids = {token: index for index, token in enumerate(tokens)}
-    found = []
-    for index, token in enumerate(tokens):
-        for cut in range(1, len(token)):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((-scores[index], left, right))
-    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+    found: list[tuple[float, str, str]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(left, right) for left, right in halves if left in ids and right in ids]
+        found += [(score, left, right) for left, right in sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
 
 
 def _frame(tokenizer: Tokenizer, values: Mapping[str, Any], *, default_bos: bool) -> None:

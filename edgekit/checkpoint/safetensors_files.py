@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from edgekit.checkpoint.base import Weight, existing
+from edgekit.checkpoint.base import Weight
 from edgekit.errors import CorruptArtifactError, UnsupportedError
 from edgekit.families.base import RowIndices
 
@@ -33,12 +33,12 @@ class SafetensorsFiles:
             UnsupportedError: There are no safetensors, or a tensor is neither float32, float16 nor bfloat16.
         """
         shards = _shards(directory)
-        self.files = (*existing([directory / _INDEX]), *shards)
+        self.files = tuple(path for path in (directory / _INDEX, *shards) if path.is_file())
         self._handles = {shard.name: _open(shard) for shard in shards}
         self._shard_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for shard, handle in self._handles.items():
-            for name in handle.keys():
+            for name in handle.offset_keys():
                 if name in self.shapes:
                     raise CorruptArtifactError(f"tensor {name!r} is in both {self._shard_of[name]} and {shard}")
                 view = handle.get_slice(name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgekit.checkpoint.base import TokenizerFiles, existing
+from edgekit.checkpoint.base import TokenizerFiles
 from edgekit.checkpoint.safetensors_files import read_json
 from edgekit.errors import CorruptArtifactError, UnsupportedError
 
@@ -26,7 +26,8 @@ class HuggingFaceTokenizer:
             directory: The checkpoint.
         """
         self._directory = directory
-        self.files = existing(directory / name for name in (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION))
+        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION)
+        self.files = tuple(directory / name for name in names if (directory / name).is_file())
 
     def save(self, directory: Path) -> TokenizerFiles:
         """Copies tokenizer.json.
@@ -51,7 +52,7 @@ class HuggingFaceTokenizer:
         config = self._optional(TOKENIZER_CONFIG)
         _check_first_token(tokenizer.encode("").tokens, config, path)
         (directory / TOKENIZER).write_text(text, encoding="utf-8")
-        return TokenizerFiles(chat_template=self._chat_template(config), generation=generation_defaults(self._directory))
+        return TokenizerFiles(self._chat_template(config), generation_defaults(self._directory))
 
     def _chat_template(self, config: Mapping[str, Any]) -> str | None:
         path = self._directory / CHAT_TEMPLATE

@@ -8,7 +8,7 @@ B is the batch, S the new tokens, P the past tokens, KV, dk and dv belong to a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -143,7 +143,7 @@ def _rotation(spec: AttentionSpec, position_ids: Tensor) -> tuple[Tensor, Tensor
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the leading channels of heads, shape (B, S, heads, dk); pairs are half the rotary width apart."""
     half = cos.shape[-1]
-    first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

@@ -9,7 +9,7 @@ from edgekit.errors import UnsupportedError, one_of
 from edgekit.families import gpt_neox, llama, qwen3
 from edgekit.families.base import Family, WeightSource
 
-__all__ = ["FAMILIES", "Family", "WeightSource", "family_for"]
+__all__ = ["FAMILIES", "Family", "WeightSource", "family_for", "gguf_family_for"]
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen3.FAMILY, gpt_neox.FAMILY)
 
@@ -21,7 +21,19 @@ def family_for(config: Mapping[str, Any]) -> Family:
         UnsupportedError: Its `model_type` is missing or belongs to no known family.
     """
     by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in by_type:
-        raise UnsupportedError(f"model_type {one_of(str(model_type), by_type)}")
+        raise UnsupportedError(f"model_type {one_of(model_type, by_type)}")
     return by_type[model_type]
+
+
+def gguf_family_for(architecture: str) -> Family:
+    """Returns the family of a GGUF file's `general.architecture`.
+
+    Raises:
+        UnsupportedError: It belongs to no known family.
+    """
+    by_name = {name: family for family in FAMILIES for name in family.gguf_architectures}
+    if architecture not in by_name:
+        raise UnsupportedError(f"GGUF architecture {one_of(architecture, by_name)}")
+    return by_name[architecture]

@@ -23,11 +23,6 @@ Layout: TypeAlias = Literal["huggingface", "gguf"]
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def stored_order(attention: AttentionSpec, projection: str) -> RowIndices | None:
-    """The `RowOrder` of checkpoints that store every projection on its own, rows as the spec wants them."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
     """Where a canonical tensor is found.
@@ -52,7 +47,8 @@ class Family:
         spec: Reads a Hugging Face config; raises UnsupportedError for what the family file does not know and
             CorruptArtifactError for missing or mistyped keys.
         modules: Canonical module name to Hugging Face module name, both with ``{i}`` for the layer.
-        rows: Rows of q_proj, k_proj and v_proj within their stored tensor, for Hugging Face checkpoints.
+        rows: Which rows of their stored tensor q_proj, k_proj and v_proj are, for Hugging Face checkpoints; None
+            where each is a tensor of its own with the rows in the spec's order.
         gguf_rows: The same for GGUF files.
         respelled: Hugging Face module names in `modules`, to what other versions of transformers wrote.
     """
@@ -62,8 +58,8 @@ class Family:
     gguf_architectures: tuple[str, ...]
     spec: Callable[[Mapping[str, Any]], DecoderSpec]
     modules: Mapping[str, str]
-    rows: RowOrder = stored_order
-    gguf_rows: RowOrder = stored_order
+    rows: RowOrder | None = None
+    gguf_rows: RowOrder | None = None
     respelled: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self, spec: DecoderSpec, layout: Layout = "huggingface") -> dict[str, WeightSource]:
@@ -71,7 +67,7 @@ class Family:
         row_order = self.gguf_rows if layout == "gguf" else self.rows
         return {name: self._source(spec, name, row_order) for name in spec.tensor_shapes()}
 
-    def _source(self, spec: DecoderSpec, name: str, row_order: RowOrder) -> WeightSource:
+    def _source(self, spec: DecoderSpec, name: str, row_order: RowOrder | None) -> WeightSource:
         module, _, parameter = name.rpartition(".")
         layer = _LAYER.match(module)
         if layer is None:
@@ -80,6 +76,6 @@ class Family:
         stored = self.modules[module.replace(layer[0], "layers.{i}.", 1)].format(i=index)
         projection = module.rpartition(".")[2]
         rows = None
-        if projection in ("q_proj", "k_proj", "v_proj"):
+        if row_order is not None and projection in ("q_proj", "k_proj", "v_proj"):
             rows = row_order(spec.layers[index].attention, projection)
         return WeightSource(name=f"{stored}.{parameter}", rows=rows)

@@ -6,13 +6,14 @@ Both spellings of the rotary parameters are read: `rope_parameters` (transformer
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
-from edgekit.rope import SCALING_KINDS, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
+from edgekit.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
 from edgekit.spec import Activation
 
 _ConfigT = TypeVar("_ConfigT", bound="FamilyConfig")
@@ -105,10 +106,10 @@ def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) ->
     return read
 
 
-def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> None:
+def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> NoReturn:
     """Raises UnsupportedError for a config key with a value that is not implemented."""
-    allowed = ", ".join(repr(option) for option in supported)
-    raise UnsupportedError(f"{family} with {key} = {value!r} is not supported; supported: {allowed}")
+    allowed = ", ".join(option if isinstance(option, str) else repr(option) for option in supported)
+    raise UnsupportedError(f"{family} with {key} = {reprlib.repr(value)} is not supported; supported: {allowed}")
 
 
 def activation(hidden_act: str, family: str) -> Activation:
@@ -136,7 +137,7 @@ def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fract
     legacy_kind = parameters.pop("type", "default")
     kind = parameters.pop("rope_type", legacy_kind)
     if kind not in _ROPE_KEYS:
-        raise UnsupportedError(f"{family} with rope_type {one_of(str(kind), SCALING_KINDS)}")
+        raise UnsupportedError(f"{family} with rope_type {one_of(str(kind), _ROPE_KEYS)}")
     theta = parameters.pop("rope_theta", None)
     fraction = parameters.pop("partial_rotary_factor", None)
     unknown = sorted(key for key in parameters.keys() - _ROPE_KEYS[kind] if parameters[key] is not None)

@@ -100,8 +100,9 @@ def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices | None:
     if projection == "v_proj":
         return None
     heads = attention.num_heads if projection == "q_proj" else attention.num_kv_heads
-    stored = np.arange(heads * attention.key_dim, dtype=np.int64)
-    return stored.reshape(heads, attention.key_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    stored = np.arange(heads * attention.key_dim, dtype=np.int64).reshape(heads, attention.key_dim // 2, 2)
+    rows: RowIndices = stored.swapaxes(1, 2).reshape(-1)
+    return rows
 
 
 FAMILY = Family(

@@ -19,6 +19,7 @@ from edgekit.spec import DecoderSpec
 class Qwen3Config(llama.LlamaConfig, frozen=True, kw_only=True):
     """The keys of a Qwen3 config."""
 
+    num_key_value_heads: int | None = 32
     head_dim: int | None = 128
 
 

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 from tokenizers import (
     AddedToken,
-    Tokenizer as Backend,
     decoders,
     models,
     normalizers,
     pre_tokenizers,
     processors,
     trainers,
+)
+from tokenizers import (
+    Tokenizer as Backend,
 )
 
 from edgekit.runtime.tokenizer import Tokenizer
@@ -33,7 +35,7 @@ CHAT_TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Stores a tokenizer and loads it as the runtime does."""
+    """A function that stores a tokenizer and loads it as the runtime does."""
 
     def load_backend(backend: Backend) -> Tokenizer:
         backend.save(str(tmp_path / "tokenizer.json"))
@@ -62,7 +64,8 @@ def byte_fallback() -> Backend:
     """Llama 2, Mistral, Phi-3, Gemma: sentencepiece BPE, whose unknown characters fall back to byte tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.train_from_iterator(CORPUS[:1], trainers.BpeTrainer(vocab_size=80, show_progress=False))
+    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    backend.train_from_iterator(CORPUS[:1], trainers.BpeTrainer(vocab_size=100, show_progress=False))
 
     def with_bytes(model: dict[str, Any]) -> None:
         tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *sorted(model["vocab"], key=model["vocab"].__getitem__)]
@@ -125,10 +128,10 @@ BYTE_TOKENS = tuple(f"<0x{value:02X}>" for value in range(256))
 
 
 @pytest.fixture(params=BACKENDS)
-def any_tokenizer(request: pytest.FixtureRequest, load: Load) -> Iterator[Tokenizer]:
+def any_tokenizer(request: pytest.FixtureRequest, load: Load) -> Tokenizer:
     """One tokenizer of each kind."""
     backend: Backend = request.getfixturevalue(request.param)
-    yield load(backend)
+    return load(backend)
 
 
 def _edited(backend: Backend, edit: Callable[[dict[str, Any]], None]) -> Backend:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
 from edgekit.runtime.detokenizer import StreamingDetokenizer
 from edgekit.runtime.tokenizer import Tokenizer
+
+Load: TypeAlias = Callable[[Backend], Tokenizer]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ALPHABETS = (
@@ -31,6 +34,12 @@ def _random_text(draw: random.Random) -> str:
     return draw.choice(("", " ")).join(parts)
 
 
+def _ids(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    ids = [token_id for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]
+    assert len(ids) == len(tokens)
+    return ids
+
+
 def _stream(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     detokenizer = StreamingDetokenizer(tokenizer)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
@@ -47,26 +56,20 @@ def test_the_pieces_of_a_text_add_up_to_its_decoding_and_split_no_character(any_
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram"])
-def test_a_text_of_any_characters_survives_the_stream(
-    kind: str, request: pytest.FixtureRequest, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_a_text_of_any_characters_survives_the_stream(kind: str, request: pytest.FixtureRequest, load: Load) -> None:
     tokenizer = load(request.getfixturevalue(kind))
     # Unigram's pre-tokenizer replaces spaces, so a text with ▁ of its own could not come back.
     text = "".join(chr(code) for code in range(0x21, 0x3000, 7) if chr(code) != "▁") + "".join(CLUSTERS)
     assert "".join(_stream(tokenizer, tokenizer.encode(text, add_special_tokens=False))) == text
 
 
-def test_each_character_is_emitted_with_the_token_that_completes_it(
-    byte_level: Backend, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_each_character_is_emitted_with_the_token_that_completes_it(byte_level: Backend, load: Load) -> None:
     tokenizer = load(byte_level)
     ids = tokenizer.encode("a𐍈b", add_special_tokens=False)
     assert _stream(tokenizer, ids) == ["a", "", "", "", "𐍈", "b", ""]
 
 
-def test_any_byte_level_tokens_add_up_to_their_decoding(
-    byte_level: Backend, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_any_byte_level_tokens_add_up_to_their_decoding(byte_level: Backend, load: Load) -> None:
     tokenizer, draw = load(byte_level), random.Random(1)
     for _ in range(500):
         ids = draw.choices(range(tokenizer.vocab_size), k=30)
@@ -75,52 +78,50 @@ def test_any_byte_level_tokens_add_up_to_their_decoding(
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "unigram", "word_piece", "word_suffix"])
 def test_any_tokens_that_are_valid_text_add_up_to_their_decoding(
-    kind: str, request: pytest.FixtureRequest, load: Callable[[Backend], Tokenizer]
+    kind: str, request: pytest.FixtureRequest, load: Load
 ) -> None:
     tokenizer, draw = load(request.getfixturevalue(kind)), random.Random(2)
     units = [[i] for i in range(tokenizer.vocab_size) if (tokenizer.token_bytes(i) or b"").isascii()]
     if kind in ("byte_fallback", "unigram"):
         for character in "é你😀":
-            units += 20 * [[tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in character.encode()]]
+            units += 20 * [_ids(tokenizer, *(f"<0x{byte:02X}>" for byte in character.encode()))]
     for _ in range(500):
         ids = [token_id for unit in draw.choices(units, k=draw.randint(1, 30)) for token_id in unit]
         assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+def test_tokens_of_a_tokenizer_without_a_decoder_are_joined_by_spaces(word_piece: Backend, load: Load) -> None:
+    word_piece.decoder = None
+    tokenizer = load(word_piece)
+    ids = tokenizer.encode("the dog", add_special_tokens=True)
+    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids) == "the dog"
+
+
 @pytest.mark.parametrize("token", ["▁", "<0x20>"])
 @pytest.mark.parametrize("count", [1, 2, 3, 10])
 def test_only_the_first_of_many_leading_spaces_is_dropped(
-    token: str, count: int, byte_fallback: Backend, load: Callable[[Backend], Tokenizer]
+    token: str, count: int, byte_fallback: Backend, load: Load
 ) -> None:
     tokenizer = load(byte_fallback)
-    space, word = tokenizer.token_to_id(token), tokenizer.token_to_id("▁the")
-    assert space is not None
-    assert word is not None
+    space, word = _ids(tokenizer, token, "▁the")
     assert "".join(_stream(tokenizer, [*[space] * count, word, space, word])) == " " * count + "the  the"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram"])
-def test_endless_invalid_bytes_do_not_block_the_stream(
-    kind: str, request: pytest.FixtureRequest, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_endless_invalid_bytes_do_not_block_the_stream(kind: str, request: pytest.FixtureRequest, load: Load) -> None:
     tokenizer = load(request.getfixturevalue(kind))
-    continuation = tokenizer.token_to_id("Ģ" if kind == "byte_level" else "<0x80>")
-    assert continuation is not None
+    (continuation,) = _ids(tokenizer, "Ģ" if kind == "byte_level" else "<0x80>")
     assert tokenizer.token_bytes(continuation) == b"\x80"
     assert _stream(tokenizer, [continuation] * 50) == [REPLACEMENT] * 50 + [""]
 
 
-def test_a_character_broken_off_by_text_is_replaced_before_it(
-    byte_fallback: Backend, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_a_character_broken_off_by_text_is_replaced_before_it(byte_fallback: Backend, load: Load) -> None:
     tokenizer = load(byte_fallback)
-    ids = [tokenizer.token_to_id(token) or 0 for token in ("▁the", "<0xE4>", "<0xBD>", "▁the", "<0xF0>", "<0x9F>")]
+    ids = _ids(tokenizer, "▁the", "<0xE4>", "<0xBD>", "▁the", "<0xF0>", "<0x9F>")
     assert _stream(tokenizer, ids) == ["the", "", "", f"{REPLACEMENT} the", "", "", REPLACEMENT]
 
 
-def test_a_character_unfinished_at_the_end_is_replaced_once(
-    byte_level: Backend, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_a_character_unfinished_at_the_end_is_replaced_once(byte_level: Backend, load: Load) -> None:
     tokenizer = load(byte_level)
     ids = tokenizer.encode("𐍈", add_special_tokens=False)[:-1]
     detokenizer = StreamingDetokenizer(tokenizer)
@@ -129,13 +130,9 @@ def test_a_character_unfinished_at_the_end_is_replaced_once(
     assert detokenizer.flush() == ""
 
 
-def test_special_tokens_have_no_text_and_break_no_character(
-    byte_level: Backend, load: Callable[[Backend], Tokenizer]
-) -> None:
+def test_special_tokens_have_no_text_and_break_no_character(byte_level: Backend, load: Load) -> None:
     tokenizer = load(byte_level)
-    special, ordinary = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<tool>")
-    assert special is not None
-    assert ordinary is not None
+    special, ordinary = _ids(tokenizer, "<|im_end|>", "<tool>")
     ids = tokenizer.encode("𐍈", add_special_tokens=False)
     mixed = [special, *ids[:2], special, *ids[2:], ordinary, special]
     assert "".join(_stream(tokenizer, mixed)) == tokenizer.decode(mixed) == "𐍈<tool>"

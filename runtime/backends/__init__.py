@@ -1,0 +1,1 @@
+"""Backends: what runs the steps of a decoder, one file each."""

@@ -1,0 +1,143 @@
+"""ONNX Runtime on the CPU.
+
+Inputs and outputs are numpy arrays that the session reads and writes in place, bound once per kind of step:
+for a decode step nothing is allocated, converted or copied between two calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from edgekit import contract
+from edgekit.errors import CorruptArtifactError
+from edgekit.runtime.cache import KVCache, LayerStack
+from edgekit.runtime.step import StepInputs, StepOutputs
+from edgekit.spec import DecoderSpec
+
+# Bindings for this many kinds of step (tokens, rows) are kept per conversation.
+MAX_BINDINGS = 4
+
+
+class OnnxRuntimeCpu:
+    """A decoder in an ONNX Runtime session.
+
+    Attributes:
+        spec: The decoder.
+    """
+
+    def __init__(self, graph: Path, spec: DecoderSpec, threads: int) -> None:
+        """Loads a graph.
+
+        Args:
+            graph: model.onnx, portable or lowered, with its data file beside it.
+            spec: The decoder.
+            threads: Threads that compute one operator.
+
+        Raises:
+            CorruptArtifactError: ONNX Runtime cannot load the graph.
+        """
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the C API's errors share no narrower base
+            raise CorruptArtifactError(f"ONNX Runtime cannot load {str(graph)!r}: {error}") from error
+        self.spec = spec
+
+    def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
+        """Starts a conversation that keeps its past in `cache`."""
+        return OnnxRuntimeRunner(self._session, self.spec.vocab_size, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Binding:
+    """Arrays of one kind of step and the session's pointers to them."""
+
+    generation: int
+    io: ort.IOBinding
+    token_ids: npt.NDArray[np.int64]
+    position_ids: npt.NDArray[np.int64]
+    new_bias: npt.NDArray[np.float32]
+    logit_rows: npt.NDArray[np.int64]
+    outputs: StepOutputs
+
+
+class OnnxRuntimeRunner:
+    """Steps of one conversation."""
+
+    def __init__(self, session: ort.InferenceSession, vocab_size: int, cache: KVCache) -> None:
+        """Attaches a session to a conversation's cache."""
+        self._session = session
+        self._vocab_size = vocab_size
+        self._cache = cache
+        self._bindings: dict[tuple[int, int], _Binding] = {}
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Runs one step; see `edgekit.runtime.step.StepRunner`."""
+        key = (len(inputs.token_ids), len(inputs.logit_rows))
+        binding = self._bindings.get(key)
+        if binding is None or binding.generation != self._cache.generation:
+            # Arrays of an older cache are let go before new ones are made.
+            self._bindings = {
+                other: bound
+                for other, bound in list(self._bindings.items())[1 - MAX_BINDINGS :]
+                if other != key and bound.generation == self._cache.generation
+            }
+            del binding
+            binding = self._bindings[key] = self._bind(*key)
+        binding.token_ids[0] = inputs.token_ids
+        binding.position_ids[0] = inputs.position_ids
+        binding.new_bias[0, 0] = inputs.new_bias
+        binding.logit_rows[:] = inputs.logit_rows
+        self._session.run_with_iobinding(binding.io)
+        return binding.outputs
+
+    def _bind(self, tokens: int, rows: int) -> _Binding:
+        io = self._session.io_binding()
+        cache = self._cache
+        binding = _Binding(
+            generation=cache.generation,
+            io=io,
+            token_ids=np.zeros((1, tokens), np.int64),
+            position_ids=np.zeros((1, tokens), np.int64),
+            new_bias=np.zeros((1, 1, tokens, tokens), np.float32),
+            logit_rows=np.zeros(rows, np.int64),
+            outputs=StepOutputs(
+                logits=np.zeros((rows, self._vocab_size), np.float32),
+                stacks=tuple(stack.empty(tokens) for stack in cache.stacks),
+            ),
+        )
+        _bind_input(io, contract.INPUT_IDS, binding.token_ids)
+        _bind_input(io, contract.POSITION_IDS, binding.position_ids)
+        _bind_input(io, contract.NEW_BIAS, binding.new_bias)
+        _bind_input(io, contract.LOGIT_ROWS, binding.logit_rows)
+        _bind_input(io, contract.past_bias(0), cache.past_bias)
+        _bind_output(io, contract.LOGITS, binding.outputs.logits[None])
+        for past, new in zip(cache.stacks, binding.outputs.stacks, strict=True):
+            _bind_layers(io, past, new)
+        return binding
+
+
+def _bind_layers(io: ort.IOBinding, past: LayerStack, new: LayerStack) -> None:
+    for index, layer in enumerate(past.layers):
+        one = slice(index, index + 1)
+        _bind_input(io, contract.past_key(layer), past.keys[one])
+        _bind_input(io, contract.past_value(layer), past.values[one])
+        _bind_output(io, contract.new_key(layer), new.keys[one])
+        _bind_output(io, contract.new_value(layer), new.values[one])
+
+
+def _bind_input(io: ort.IOBinding, name: str, array: npt.NDArray[Any]) -> None:
+    io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _bind_output(io: ort.IOBinding, name: str, array: npt.NDArray[Any]) -> None:
+    io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -1,0 +1,173 @@
+"""The KV cache: arrays that the graph only reads, and a map from slots to positions.
+
+Attention does not care where an entry of the past lies, since keys carry their rotation. So appending,
+dropping a rejected draft and forgetting a conversation change the map; data moves only when capacity grows.
+
+Layers whose heads have the same shape share one pair of arrays, so that a step's new rows are written with two
+assignments and not with two per layer:
+
+    keys    [layers, KV, dk, C]  float32       a layer's slice is past_key_values.{l}.key   [1, KV, dk, C]
+    values  [layers, KV, C, dv]  float32                          past_key_values.{l}.value [1, KV, C, dv]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.contract import MASKED
+from edgekit.errors import DoesNotFitError
+from edgekit.spec import DecoderSpec
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+SlotArray: TypeAlias = npt.NDArray[np.int64]
+
+BUCKET_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Shape of a layer's share of the cache: KV heads, channels of a key and of a value."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(kw_only=True)
+class LayerStack:
+    """Keys and values of the layers with one head shape.
+
+    Attributes:
+        shape: Their head shape.
+        layers: Their indices in the model.
+        keys: shape (layers, KV, dk, tokens), float32.
+        values: shape (layers, KV, tokens, dv), float32.
+    """
+
+    shape: HeadShape
+    layers: tuple[int, ...]
+    keys: FloatArray
+    values: FloatArray
+
+    def empty(self, tokens: int) -> LayerStack:
+        """Returns zeroed arrays for the same layers and another number of tokens."""
+        count, shape = len(self.layers), self.shape
+        return LayerStack(
+            shape=shape,
+            layers=self.layers,
+            keys=np.zeros((count, shape.num_kv_heads, shape.key_dim, tokens), np.float32),
+            values=np.zeros((count, shape.num_kv_heads, tokens, shape.value_dim), np.float32),
+        )
+
+
+def layer_stacks(spec: DecoderSpec, tokens: int) -> tuple[LayerStack, ...]:
+    """Allocates arrays for a model's layers, grouped by head shape."""
+    groups: dict[HeadShape, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        attention = layer.attention
+        shape = HeadShape(
+            num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim
+        )
+        groups.setdefault(shape, []).append(index)
+    nothing = np.zeros(0, np.float32)
+    return tuple(
+        LayerStack(shape=shape, layers=tuple(layers), keys=nothing, values=nothing).empty(tokens)
+        for shape, layers in groups.items()
+    )
+
+
+class KVCache:
+    """Cache of one conversation.
+
+    Attributes:
+        stacks: The arrays, replaced when the capacity grows.
+        capacity: Slots that the arrays have.
+        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones.
+        generation: Counts the replacements of the arrays, for whoever holds pointers to them.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        """Starts empty, with one bucket of slots."""
+        self.max_positions = spec.max_positions
+        self.capacity = min(BUCKET_TOKENS, spec.max_positions)
+        self.stacks = layer_stacks(spec, self.capacity)
+        self.past_bias = np.full((1, 1, 1, self.capacity), MASKED, np.float32)
+        self.generation = 0
+        self._slots = np.zeros(0, np.int64)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return len(self._slots)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(stack.keys.nbytes + stack.values.nbytes for stack in self.stacks)
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for this many more tokens.
+
+        Raises:
+            DoesNotFitError: The model was not trained on that many positions.
+        """
+        wanted = self.length + tokens
+        if wanted > self.max_positions:
+            raise DoesNotFitError(
+                f"{wanted} tokens are more than the model's context of {self.max_positions}; shorten the prompt or "
+                "start a new conversation"
+            )
+        if wanted > self.capacity:
+            self._grow(wanted)
+
+    def append(self, new: Sequence[LayerStack], rows: Sequence[int]) -> None:
+        """Keeps rows of a step's new keys and values, in this order.
+
+        Args:
+            new: The step's results, one per stack, with the new tokens on the token axis.
+            rows: Indices of the new tokens to keep.
+        """
+        self.reserve(len(rows))
+        slots = np.flatnonzero(self.past_bias[0, 0, 0] == MASKED)[: len(rows)]
+        target, source = _as_slice(slots), _as_slice(np.asarray(rows, np.int64))
+        for stack, fresh in zip(self.stacks, new, strict=True):
+            stack.keys[..., target] = fresh.keys[..., source]
+            stack.values[:, :, target] = fresh.values[:, :, source]
+        self.past_bias[..., target] = 0.0
+        self._slots = np.concatenate([self._slots, slots])
+
+    def truncate(self, length: int) -> None:
+        """Forgets all tokens but the first `length`."""
+        self._slots = self._slots[:length]
+        # Derived anew from the map, so that an append that was interrupted half-way leaves no trace.
+        self.past_bias[:] = MASKED
+        self.past_bias[..., self._slots] = 0.0
+
+    def _grow(self, wanted: int) -> None:
+        # Growing by an eighth keeps the copying a constant share of the work, and the unused slots few:
+        # the cost of a step follows the capacity.
+        buckets = -(-max(wanted, self.capacity + self.capacity // 8) // BUCKET_TOKENS)
+        capacity = min(buckets * BUCKET_TOKENS, self.max_positions)
+        grown = []
+        for stack in self.stacks:
+            larger = stack.empty(capacity)
+            larger.keys[..., : self.capacity] = stack.keys
+            larger.values[:, :, : self.capacity] = stack.values
+            grown.append(larger)
+        past_bias = np.full((1, 1, 1, capacity), MASKED, np.float32)
+        past_bias[..., : self.capacity] = self.past_bias
+        # First, so that nobody who is interrupted in between trusts pointers to arrays that are gone.
+        self.generation += 1
+        self.stacks, self.past_bias, self.capacity = tuple(grown), past_bias, capacity
+
+
+def _as_slice(indices: SlotArray) -> slice | SlotArray:
+    """Returns a slice for consecutive indices, which numpy copies several times faster."""
+    if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all()):
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return indices

@@ -1,0 +1,251 @@
+"""`LLM`: a bundle, loaded and ready to generate. The embedded API."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
+from edgekit.errors import UnsupportedError, UsageError
+from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
+from edgekit.runtime.detokenizer import StreamingDetokenizer
+from edgekit.runtime.lowered import lowered_graph, verify_once
+from edgekit.runtime.output import CompletionChunk, CompletionOutput, FinishReason, Timings, Usage
+from edgekit.runtime.sampling import SampledToken, SamplingParams
+from edgekit.runtime.session import Session
+from edgekit.runtime.stopping import StopChecker
+from edgekit.runtime.strategies.autoregressive import Autoregressive
+from edgekit.runtime.tokenizer import Tokenizer
+
+
+def default_threads() -> int:
+    """Returns the physical cores that this process may use: a second thread per core slows matrix products."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+class LLM:
+    """A language model from a bundle.
+
+    One object serves one caller at a time; a lock makes others wait.
+
+        llm = LLM("model.edge")
+        print(llm.generate("The capital of France is", SamplingParams(max_tokens=8)).text)
+        for chunk in llm.stream_chat([{"role": "user", "content": "Hello"}]):
+            print(chunk.text, end="", flush=True)
+
+    Attributes:
+        bundle: The bundle.
+        tokenizer: Its tokenizer.
+        threads: Threads that compute.
+        end_token_ids: Tokens that end a generation: those of the model's configs and the chat template's.
+    """
+
+    def __init__(self, bundle: str | os.PathLike[str], *, threads: int | None = None) -> None:
+        """Opens, checks and loads a bundle.
+
+        Args:
+            bundle: The bundle's directory.
+            threads: Threads that compute; None for the physical cores that this process may use.
+
+        Raises:
+            UsageError: There is no such bundle, or threads is not positive.
+            UnsupportedError: A newer EdgeKit wrote it.
+            CorruptArtifactError: A file is missing or not as the manifest recorded it.
+        """
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads is {threads}; it must be at least 1")
+        self.bundle = open_bundle(Path(bundle))
+        verify_once(self.bundle)
+        self.threads = threads or default_threads()
+        spec = self.bundle.manifest.spec
+        self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
+        self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle), spec, self.threads)
+        self._template = self._load_template()
+        ends = set(spec.eos_token_ids)
+        if self._template is not None:
+            ends |= end_of_turn_ids(self.tokenizer, self._template)
+        self.end_token_ids = frozenset(ends)
+        self._vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._session = self.new_session()
+
+    def new_session(self) -> Session:
+        """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`."""
+        return Session(self.bundle.manifest.spec, self.backend, Autoregressive())
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, session: Session | None = None
+    ) -> CompletionOutput:
+        """Continues a prompt; see `stream`."""
+        return _last(self.stream(prompt, params, session=session))
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, session: Session | None = None
+    ) -> CompletionOutput:
+        """Answers a conversation; see `stream_chat`."""
+        return _last(self.stream_chat(messages, params, session=session))
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, session: Session | None = None
+    ) -> Iterator[CompletionChunk]:
+        """Continues a prompt, piece by piece.
+
+        Args:
+            prompt: Text, or token ids as they are.
+            params: How to choose tokens and when to stop; greedy when None.
+            session: A conversation to go on with; what it shares with the prompt is not computed again. None
+                for the object's own.
+
+        Yields:
+            Pieces of text as soon as their characters are complete; the last one carries the whole output.
+
+        Raises:
+            UsageError: The prompt is empty.
+            DoesNotFitError: The prompt is longer than the context.
+        """
+        started = time.perf_counter()
+        token_ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        if not prompt or not token_ids:
+            raise UsageError("the prompt is empty; give some text")
+        return self._run(token_ids, params or SamplingParams(), session or self._session, started)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, session: Session | None = None
+    ) -> Iterator[CompletionChunk]:
+        """Answers a conversation, piece by piece.
+
+        Args:
+            messages: The conversation, oldest first, each with ``role`` and ``content``.
+            params: As for `stream`.
+            session: As for `stream`.
+
+        Raises:
+            UnsupportedError: The bundle has no chat template.
+        """
+        return self.stream(self.render_chat(messages), params, session=session)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """Returns the prompt that the chat template makes of a conversation.
+
+        Raises:
+            UnsupportedError: The bundle has no chat template.
+        """
+        if self._template is None:
+            raise UnsupportedError(
+                f"bundle {str(self.bundle.path)!r} has no chat template, so it cannot chat; use generate (edgekit run)"
+            )
+        return self._template.render(messages)
+
+    def _load_template(self) -> ChatTemplate | None:
+        source = self.bundle.read_text(CHAT_TEMPLATE)
+        if source is None:
+            return None
+        return ChatTemplate(source, self._special_tokens())
+
+    def _special_tokens(self) -> dict[str, str]:
+        spec = self.bundle.manifest.spec
+        ids = {"bos_token": spec.bos_token_id, "eos_token": next(iter(spec.eos_token_ids), None)}
+        texts = {name: self.tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Makes other threads wait; a thread that waited for itself would wait forever."""
+        if self._owner == threading.get_ident():
+            raise UsageError("this thread has a generation that is not finished; exhaust or close it first")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def _run(
+        self, prompt: list[int], params: SamplingParams, session: Session, started: float
+    ) -> Iterator[CompletionChunk]:
+        with self._exclusive():
+            cached = session.shared_prefix(prompt)
+            completion = _Completion(self.tokenizer, params, frozenset() if params.ignore_eos else self.end_token_ids)
+            finish: FinishReason = "length"
+            for token in session.generate(prompt, params, self._vocab_size):
+                text, stopped = completion.add(token)
+                if stopped:
+                    finish = "stop"
+                if text:
+                    yield CompletionChunk(text=text)
+                if stopped or len(completion.tokens) >= params.max_tokens:
+                    break
+            else:
+                finish = "cancelled" if session.cancelled else "length"
+            rest = completion.finish()
+            output = completion.output(finish, started, Usage(
+                prompt_tokens=len(prompt), cached_tokens=cached, completion_tokens=len(completion.tokens)
+            ))
+            yield CompletionChunk(text=rest, output=output)
+
+
+class _Completion:
+    """Text and bookkeeping of one generation."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, end_token_ids: frozenset[int]) -> None:
+        self.tokens: list[SampledToken] = []
+        self._params = params
+        self._end_token_ids = end_token_ids
+        self._detokenizer = StreamingDetokenizer(tokenizer)
+        self._stop = StopChecker(params.stop)
+        self._pieces: list[str] = []
+        self._stopped = False
+        self._first = self._last = 0.0
+
+    def add(self, token: SampledToken) -> tuple[str, bool]:
+        """Takes a token; returns the text that may be shown, and whether the generation is over."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self.tokens.append(token)
+        if token.token_id in self._end_token_ids:
+            return "", True
+        text, self._stopped = self._stop.feed(self._detokenizer.push(token.token_id))
+        self._pieces.append(text)
+        return text, self._stopped
+
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        if self._stopped:
+            return ""
+        text, self._stopped = self._stop.feed(self._detokenizer.flush())
+        text += self._stop.flush()
+        self._pieces.append(text)
+        return text
+
+    def output(self, finish: FinishReason, started: float, usage: Usage) -> CompletionOutput:
+        decode_s = self._last - self._first
+        count = len(self.tokens)
+        return CompletionOutput(
+            text="".join(self._pieces),
+            token_ids=tuple(token.token_id for token in self.tokens),
+            finish_reason=finish,
+            usage=usage,
+            timings=Timings(
+                first_token_s=max(0.0, self._first - started),
+                decode_s=decode_s,
+                decode_tokens_per_s=(count - 1) / decode_s if decode_s > 0 else 0.0,
+            ),
+            logprobs=None if self._params.logprobs is None else tuple(self.tokens),
+        )
+
+
+def _last(chunks: Iterator[CompletionChunk]) -> CompletionOutput:
+    output = None
+    for chunk in chunks:
+        output = chunk.output
+    assert output is not None
+    return output

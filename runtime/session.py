@@ -1,0 +1,132 @@
+"""One conversation: its tokens, its KV cache, and the loop that extends both."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.errors import DoesNotFitError, UsageError
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.sampling import SampledToken, Sampler, SamplingParams
+from edgekit.runtime.step import Backend, causal_step
+from edgekit.runtime.strategies.base import Strategy, accept
+from edgekit.spec import DecoderSpec
+
+PREFILL_CHUNK_TOKENS = 256
+
+
+class Session:
+    """State of one conversation.
+
+    A generation that was interrupted anywhere, by an exception or a signal, leaves a usable conversation: the
+    next one keeps of the cache what it can vouch for.
+    """
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, strategy: Strategy) -> None:
+        """Starts an empty conversation.
+
+        Args:
+            spec: The decoder.
+            backend: Runs its steps.
+            strategy: Proposes what a step computes.
+        """
+        self.spec = spec
+        self._cache = KVCache(spec)
+        self._runner = backend.runner(self._cache)
+        self._strategy = strategy
+        self._token_ids: list[int] = []
+        self._cancelled = threading.Event()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens whose keys and values are in the cache."""
+        return tuple(self._token_ids)
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        self._forget(0)
+
+    def cancel(self) -> None:
+        """Ends the running generation after the current step; may be called from any thread or a signal handler."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the last generation was ended by `cancel`."""
+        return self._cancelled.is_set()
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> Iterator[SampledToken]:
+        """Reads a prompt and yields the tokens that follow, until the context is full or `cancel` is called.
+
+        What the cache already holds of the prompt's beginning is not computed again.
+
+        Args:
+            prompt: The whole conversation so far, as token ids.
+            params: How tokens are drawn; when to stop is the caller's business.
+            vocab_size: Token ids that may be drawn.
+
+        Raises:
+            UsageError: The prompt is empty or has an id that the model does not have.
+            DoesNotFitError: The prompt leaves no room in the context.
+        """
+        self._check_prompt(prompt)
+        self._cancelled.clear()
+        sampler = Sampler(params, vocab_size=vocab_size)
+        token_ids = list(prompt)
+        logits = self._prefill(token_ids)
+        if logits is None:
+            return
+        first = sampler.sample(logits, token_ids)
+        token_ids.append(first.token_id)
+        yield first
+        while not self._cancelled.is_set() and self._cache.length < self._cache.max_positions:
+            draft = self._strategy.propose(token_ids)
+            self._cache.reserve(1)
+            outputs = self._runner.step(draft.step_inputs(self._cache.length))
+            accepted = accept(draft, outputs.logits, sampler, token_ids)
+            self._cache.append(outputs.stacks, accepted.nodes)
+            self._token_ids += [int(draft.token_ids[node]) for node in accepted.nodes]
+            for token in accepted.tokens:
+                token_ids.append(token.token_id)
+                yield token
+
+    def shared_prefix(self, prompt: Sequence[int]) -> int:
+        """Returns how many tokens of a prompt need not be computed again; its last token always is."""
+        known = zip(self._token_ids[: self._cache.length], prompt[:-1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
+
+    def _prefill(self, prompt: list[int]) -> npt.NDArray[np.float32] | None:
+        """Brings the cache to the end of the prompt; returns the last token's logits, None when cancelled."""
+        shared = self.shared_prefix(prompt)
+        self._forget(shared)
+        pending = np.array(prompt[shared:], np.int64)
+        self._cache.reserve(len(pending))
+        logits = None
+        for start in range(0, len(pending), PREFILL_CHUNK_TOKENS):
+            if self._cancelled.is_set():
+                return None
+            chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
+            outputs = self._runner.step(causal_step(chunk, self._cache.length, np.array([len(chunk) - 1])))
+            self._cache.append(outputs.stacks, range(len(chunk)))
+            self._token_ids += chunk.tolist()
+            logits = outputs.logits[0]
+        return logits
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        wrong = next((token for token in prompt if not 0 <= token < self.spec.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.spec.vocab_size}")
+        if len(prompt) > self.spec.max_positions:
+            raise DoesNotFitError(
+                f"the prompt has {len(prompt)} tokens, the model's context {self.spec.max_positions}; shorten it"
+            )
+
+    def _forget(self, length: int) -> None:
+        self._cache.truncate(length)
+        del self._token_ids[length:]

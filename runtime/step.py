@@ -1,0 +1,76 @@
+"""One step of a decoder: new tokens in, logits and new keys and values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.contract import MASKED
+from edgekit.runtime.cache import KVCache, LayerStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """New tokens of one step.
+
+    Attributes:
+        token_ids: shape (S,), int64.
+        position_ids: shape (S,), int64.
+        new_bias: shape (S, S), float32: row s is 0 where token s sees a new token and `MASKED` elsewhere.
+        logit_rows: shape (R,), int64: new tokens whose logits are wanted.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    position_ids: npt.NDArray[np.int64]
+    new_bias: npt.NDArray[np.float32]
+    logit_rows: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """Results of one step; the arrays are overwritten by the next step of the same kind.
+
+    Attributes:
+        logits: shape (R, V), float32.
+        stacks: New keys and values, one per stack of the cache.
+    """
+
+    logits: npt.NDArray[np.float32]
+    stacks: Sequence[LayerStack]
+
+
+class StepRunner(Protocol):
+    """Runs steps of one conversation."""
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Runs the decoder on new tokens over the conversation's cache, which stays as it is."""
+
+
+class Backend(Protocol):
+    """A decoder, loaded and ready to run."""
+
+    def runner(self, cache: KVCache) -> StepRunner:
+        """Starts a conversation that keeps its past in `cache`."""
+
+
+def causal_step(
+    token_ids: npt.NDArray[np.int64], start: int, logit_rows: npt.NDArray[np.int64]
+) -> StepInputs:
+    """A chain of tokens, each of which sees those before it.
+
+    Args:
+        token_ids: shape (S,), int64.
+        start: Position of the first.
+        logit_rows: shape (R,), int64.
+    """
+    count = len(token_ids)
+    return StepInputs(
+        token_ids=token_ids,
+        position_ids=np.arange(start, start + count, dtype=np.int64),
+        new_bias=np.triu(np.full((count, count), MASKED, np.float32), 1),
+        logit_rows=logit_rows,
+    )

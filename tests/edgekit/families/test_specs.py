@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from edgekit.errors import CorruptArtifactError, UnsupportedError
+from edgekit.families import FAMILIES, family_for, gguf_family_for
+from edgekit.rope import LinearScaling, Llama3Scaling, RopeSpec
+from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+
+# The published config.json of each model, less the keys that say nothing about the computation.
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "vocab_size": 49152,
+}
+LLAMA_3_2_1B = {
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128009, 128001, 128008],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN3_0_6B = {
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PYTHIA_160M = {
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
+EXAMPLES: dict[str, dict[str, Any]] = {"llama": LLAMA_3_2_1B, "qwen3": QWEN3_0_6B, "gpt_neox": PYTHIA_160M}
+
+
+def read(config: dict[str, Any], **changes: Any) -> DecoderSpec:
+    config = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    return family_for(config).spec(config)
+
+
+def rope(config: dict[str, Any], **changes: Any) -> RopeSpec:
+    return read(config, **changes).layers[0].attention.rope
+
+
+def test_smollm2() -> None:
+    norm = NormSpec(kind="rms", epsilon=1e-5)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads=9,
+            num_kv_heads=3,
+            key_dim=64,
+            value_dim=64,
+            scale=0.125,
+            qkv_bias=False,
+            o_bias=False,
+            rope=RopeSpec(theta=100000.0, rotary_dim=64),
+        ),
+        mlp=MlpSpec(width=1536, activation="silu", gated=True, bias=False),
+        norm=norm,
+    )
+    assert read(SMOLLM2_135M) == DecoderSpec(
+        family="llama",
+        hidden_size=576,
+        vocab_size=49152,
+        max_positions=8192,
+        layers=(layer,) * 30,
+        norm=norm,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_llama_3_2() -> None:
+    spec = read(LLAMA_3_2_1B)
+    scaling = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    assert spec.layers[0].attention.rope == RopeSpec(theta=500000.0, rotary_dim=64, scaling=scaling)
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+
+
+def test_qwen3() -> None:
+    attention = read(QWEN3_0_6B).layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.key_dim) == (16, 8, 128)
+    assert attention.qk_norm == NormSpec(kind="rms", epsilon=1e-6)
+
+
+def test_pythia() -> None:
+    spec = read(PYTHIA_160M)
+    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    assert attention.rope == RopeSpec(theta=10000.0, rotary_dim=16)
+    assert (attention.num_kv_heads, attention.qkv_bias, attention.o_bias) == (12, True, True)
+    assert mlp == MlpSpec(width=3072, activation="gelu", gated=False, bias=True)
+    assert spec.norm == NormSpec(kind="layer", epsilon=1e-5)
+    assert spec.layers[0].parallel_residual
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_config_that_transformers_wrote_again_gives_the_same_spec(name: str) -> None:
+    from transformers import AutoConfig
+
+    values = dict(EXAMPLES[name])
+    rewritten = AutoConfig.for_model(values.pop("model_type"), **values).to_dict()
+    assert "rope_parameters" in rewritten
+    assert "rope_theta" not in rewritten
+    assert read(rewritten) == read(EXAMPLES[name])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(name: str) -> None:
+    from transformers import AutoConfig
+
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    values = {"num_attention_heads": 32, **{key: EXAMPLES[name][key] for key in sizes}}
+    complete = AutoConfig.for_model(name, **values).to_dict()
+    # Their classes have token ids of one model each; a config without ids has none.
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    assert read({"model_type": name, **values}) == read({**complete, **ids})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(head_dim=128, rope_parameters={**parameters, "rope_theta": 500000.0})
+    oracle = LlamaRotaryEmbedding(config)
+    frequencies = rope(config.to_dict()).inverse_frequencies()
+    np.testing.assert_allclose(frequencies, oracle.inv_freq.double().numpy(), rtol=1e-6)
+
+
+def test_partial_frequencies_are_those_of_transformers() -> None:
+    from transformers import GPTNeoXConfig
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+
+    config = GPTNeoXConfig(rotary_pct=0.5, rotary_emb_base=5000.0)
+    oracle = GPTNeoXRotaryEmbedding(config)
+    spec = rope(config.to_dict())
+    assert spec.rotary_dim == 48
+    torch.testing.assert_close(torch.from_numpy(spec.inverse_frequencies()).float(), oracle.inv_freq)
+
+
+def test_both_spellings_of_linear_scaling_are_read() -> None:
+    wanted = RopeSpec(theta=10000.0, rotary_dim=64, scaling=LinearScaling(factor=2.0))
+    old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 10000.0}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 10000}, "rope_scaling": None}
+    assert rope(LLAMA_3_2_1B, **old) == wanted
+    assert rope(LLAMA_3_2_1B, **new, rope_theta=...) == wanted
+
+
+def test_a_context_given_outside_the_scaling_is_the_original_one() -> None:
+    scaling = rope(LLAMA_3_2_1B, original_max_position_embeddings=4096).scaling
+    assert isinstance(scaling, Llama3Scaling)
+    assert scaling.original_max_positions == 4096
+
+
+def test_the_head_width_is_the_configs_where_it_has_one() -> None:
+    assert read(LLAMA_3_2_1B, head_dim=96).layers[0].attention.key_dim == 96
+    assert read(LLAMA_3_2_1B, head_dim=None).layers[0].attention.key_dim == 64
+    assert read(QWEN3_0_6B, head_dim=...).layers[0].attention.key_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LLAMA_3_2_1B, {"model_type": "lama"}, r"model_type 'lama'; known: gpt_neox, llama, qwen3 \(did you mean 'll"),
+        (LLAMA_3_2_1B, {"model_type": ...}, r"model_type 'None'; known: gpt_neox, llama, qwen3"),
+        (LLAMA_3_2_1B, {"quantization_config": {"quant_method": "awq"}}, r"quantization_config = \{'quant_method': 'awq'"),
+        (LLAMA_3_2_1B, {"num_local_experts": 8}, r"num_local_experts = 8 .* supported: None, 0"),
+        (QWEN3_0_6B, {"num_experts": 128}, r"qwen3 with num_experts = 128"),
+        (LLAMA_3_2_1B, {"pretraining_tp": 2}, r"pretraining_tp = 2 .* supported: None, 1"),
+        (LLAMA_3_2_1B, {"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; known: gelu, .* silu"),
+        (LLAMA_3_2_1B, {"sliding_window": 4096}, r"sliding_window = 4096"),
+        (LLAMA_3_2_1B, {"rope_interleaved": True}, r"rope_interleaved = True"),
+        (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5"),
+        (LLAMA_3_2_1B, {"num_key_value_heads": 5}, r"num_key_value_heads = 5 .* supported: divisors of 32"),
+        (LLAMA_3_2_1B, {"head_dim": 63}, r"rotary width = 63 .* supported: even"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"'yarn'; known: default, linear, llama3"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"type": "dynamic", "factor": 4}}, r"rope_type 'dynamic'; known: default"),
+        (
+            LLAMA_3_2_1B,
+            {"rope_scaling": {"rope_type": "linear", "factor": 4, "mscale": 2}},
+            r"rope parameter 'mscale' for rope_type 'linear' is not supported; known for it: factor",
+        ),
+        (LLAMA_3_2_1B, {"rope_scaling": {"factor": 4}}, r"rope parameter 'factor' for rope_type 'default'"),
+        (QWEN3_0_6B, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"parameter 'full_attention'"),
+        (QWEN3_0_6B, {"use_sliding_window": True, "sliding_window": 4096}, r"qwen3 with use_sliding_window = True"),
+        (QWEN3_0_6B, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
+        (PYTHIA_160M, {"num_key_value_heads": 4}, r"gpt_neox with num_key_value_heads = 4 .* supported: 12"),
+        (PYTHIA_160M, {"head_dim": 32}, r"gpt_neox with head_dim = 32 .* supported: 64"),
+        (PYTHIA_160M, {"hidden_size": 770}, r"hidden_size = 770 .* supported: multiples of the 12 heads"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LLAMA_3_2_1B, {"hidden_size": ...}, r"the llama config cannot be read: .*missing required field `hidden_size`"),
+        (QWEN3_0_6B, {"num_hidden_layers": "28"}, r"the qwen3 config cannot be read: Expected `int`, got `str`"),
+        (PYTHIA_160M, {"vocab_size": 0}, r"the gpt_neox config has vocab_size = 0; it must be positive"),
+        (PYTHIA_160M, {"num_attention_heads": -12}, r"num_attention_heads = -12; it must be positive"),
+        (LLAMA_3_2_1B, {"eos_token_id": "</s>"}, r"the llama config cannot be read: .*eos_token_id"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "linear"}}, r"linear rope scaling cannot be read: .*factor"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"llama3 rope scaling .*low_freq_factor"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "linear", "factor": "big"}}, r"linear rope scaling cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptArtifactError, match=message):
+        read(config, **changes)
+
+
+def test_a_message_shows_the_start_of_a_long_value() -> None:
+    value = {f"key{index}": index for index in range(1000)}
+    with pytest.raises(UnsupportedError) as caught:
+        read(LLAMA_3_2_1B, quantization_config=value)
+    assert len(str(caught.value)) < 200
+
+
+def test_no_name_belongs_to_two_families() -> None:
+    names = [name for family in FAMILIES for name in (*family.model_types, *family.gguf_architectures)]
+    own = [{*family.model_types, *family.gguf_architectures} for family in FAMILIES]
+    assert sum(map(len, own)) == len(set(names))
+
+
+def test_a_gguf_architecture_finds_its_family() -> None:
+    assert gguf_family_for("gptneox").name == "gpt_neox"
+    with pytest.raises(UnsupportedError, match=r"GGUF architecture 'gemma3'; known: gptneox, llama, qwen3"):
+        gguf_family_for("gemma3")
