@@ -95,7 +95,7 @@ def export_bundle(
         ) as checkpoint,
     ):
         storage = plan_storage(checkpoint, options.quantization)
-        _write_graph(checkpoint, storage, staging, progress)
+        write_graph(checkpoint, storage, staging, progress)
         _write_text_files(checkpoint, staging)
         parity = _check_parity(checkpoint, options.quantization, storage, staging, progress)
         progress("hash", 0, 1)
@@ -103,7 +103,18 @@ def export_bundle(
     return open_bundle(output)
 
 
-def _write_graph(checkpoint: Checkpoint, storage: dict[str, Storage], directory: Path, progress: Progress) -> None:
+def write_graph(checkpoint: Checkpoint, storage: dict[str, Storage], directory: Path, progress: Progress) -> None:
+    """Writes the portable graph and its weights.
+
+    Args:
+        checkpoint: The model.
+        storage: How each tensor is stored, by canonical name.
+        directory: Where model.onnx and its data file go.
+        progress: Told which weight is being written.
+
+    Raises:
+        StorageError: The disk refused the write.
+    """
     data = DataFile(GRAPH_DATA)
     weights = {
         name: _store(data, checkpoint, name, shape, storage[name])

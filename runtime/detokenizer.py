@@ -37,9 +37,9 @@ class StreamingDetokenizer:
             token_id: The token that follows those pushed before.
 
         Returns:
-            The text that is now complete, often empty. Special tokens have none.
+            The text that is now complete, often empty. Special tokens and unknown ids have none.
         """
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids or self._tokenizer.id_to_token(token_id) is None:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if data is not None and (self._context or not data.isascii()):
@@ -53,7 +53,8 @@ class StreamingDetokenizer:
 
     def _decode_next(self, token_id: int) -> str:
         text = self._tokenizer.decode([*self._context, token_id])[len(self._tokenizer.decode(self._context)) :]
-        # A lone space has no text where decoders strip the first one, so it cannot stand for a text that has begun.
+        # A token without a text of its own, such as the empty one of some vocabularies, does not show that the text
+        # has begun.
         has_text = self._tokenizer.decode([token_id]) != ""
         self._context = [token_id] if has_text else [*self._context[:1], token_id]
         return text

@@ -55,7 +55,7 @@ class CompiledTemplate:
         """
         environment = _ChatEnvironment()
         tree = environment.parse(source)
-        self.variables = frozenset(meta.find_undeclared_variables(tree)).difference(environment.globals)
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
         for loop in tree.find_all(nodes.For):
             step = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(step).set_lineno(loop.lineno))

@@ -241,9 +241,8 @@ class Sampler:
     def _draw(self, weights: npt.NDArray[np.float64]) -> int:
         """Inverts the cumulative distribution: one uniform number per token, whatever the filters."""
         cumulative = np.cumsum(weights)
-        total = cumulative[-1]
-        target = min(self._random.random() * total, np.nextafter(total, 0))
-        return int(np.searchsorted(cumulative, target, side="right"))
+        # At most 1 - 2**-53, the number times the sum rounds to less than the sum, so an index is always found.
+        return int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
 
 
 def _at_least_top(scores: Logits, count: int) -> npt.NDArray[np.int64]:

@@ -49,6 +49,6 @@ class StopChecker:
 
     def _overlap(self, text: str) -> int:
         """Returns the length of the longest suffix of `text` that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        longest = max(map(len, self._stop), default=0)
         lengths = range(min(longest, len(text)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)

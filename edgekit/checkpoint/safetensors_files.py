@@ -33,7 +33,8 @@ class SafetensorsFiles:
             UnsupportedError: There are no safetensors, or a tensor is neither float32, float16 nor bfloat16.
         """
         shards = _shards(directory)
-        self.files = tuple(path for path in (directory / _INDEX, *shards) if path.is_file())
+        described = tuple(path for path in (directory / "config.json", directory / _INDEX) if path.is_file())
+        self.files = (*described, *shards)
         self._handles = {shard.name: _open(shard) for shard in shards}
         self._shard_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}

@@ -25,7 +25,7 @@ CONVERSATIONS: dict[str, list[dict[str, str]]] = {
     "spaces and quotes": [{"role": "user", "content": '  it\'s "fine" \\ {{ no }} {% code %}\n\n'}],
     "a system prompt": [{"role": "system", "content": "Sei höflich. 你好"}, QUESTION],
     "two rounds": [
-        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be brief: <b>你好</b>."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": " Hello! \n"},
         {"role": "user", "content": "Bye"},
@@ -210,9 +210,9 @@ def test_a_template_that_does_what_it_may_not_is_stopped(source: str, reason: st
             "20000 steps",
         ),
         ("{% for i in range(9000) %}{{ 'x' * 9000 }}{% endfor %}", "8388608 characters"),
-        ("{{ 'x' * 9000000000 }}", "8388608 characters"),
-        ("{{ 9000000000 * 'x' }}", "8388608 characters"),
-        ("{{ [1] * 9000000000 }}", "8388608 characters"),
+        ("{{ 'x' * 900000000000000000 }}", "8388608 characters"),
+        ("{{ 900000000000000000 * 'x' }}", "8388608 characters"),
+        ("{{ [1] * 900000000000000000 }}", "8388608 characters"),
         (
             "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
             "8388608 characters",
@@ -252,6 +252,11 @@ def test_the_bounds_hold_for_each_rendering_on_its_own(monkeypatch: pytest.Monke
 )
 def test_the_token_that_ends_a_turn_is_found(name: str, expected: str, byte_level: Backend, load: Load) -> None:
     assert end_of_turn_ids(load(byte_level), _template(SOURCES[name])) == {byte_level.token_to_id(expected)}
+
+
+def test_the_token_that_ends_a_turn_follows_the_last_copy_of_the_answer(byte_level: Backend, load: Load) -> None:
+    template = _template("{% for m in messages * 2 %}{{ m.content }}, {% endfor %}{{ messages[-1].content }}</s>")
+    assert end_of_turn_ids(load(byte_level), template) == {byte_level.token_to_id("</s>")}
 
 
 def test_the_token_that_ends_a_turn_is_found_behind_a_space_of_sentencepiece(

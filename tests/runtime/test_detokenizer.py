@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
@@ -138,8 +139,20 @@ def test_special_tokens_have_no_text_and_break_no_character(byte_level: Backend,
     assert "".join(_stream(tokenizer, mixed)) == tokenizer.decode(mixed) == "𐍈<tool>"
 
 
-def test_an_id_beyond_the_vocabulary_has_no_text(any_tokenizer: Tokenizer) -> None:
-    assert _stream(any_tokenizer, [any_tokenizer.vocab_size, any_tokenizer.vocab_size + 1000]) == ["", "", ""]
+def test_an_unknown_id_has_no_text_and_starts_no_text_anew(any_tokenizer: Tokenizer) -> None:
+    unknown = any_tokenizer.vocab_size + 1000
+    assert _stream(any_tokenizer, [unknown, unknown]) == ["", "", ""]
+    ids = any_tokenizer.encode("the dog and the fox, 你好", add_special_tokens=False)
+    mixed = [each for token_id in ids for each in (unknown, token_id, unknown)]
+    assert "".join(_stream(any_tokenizer, mixed)) == any_tokenizer.decode(mixed) == any_tokenizer.decode(ids)
+
+
+def test_an_empty_token_starts_no_text_anew(byte_fallback: Backend, load: Load) -> None:
+    content = json.loads(byte_fallback.to_str())
+    content["model"]["vocab"][""] = len(content["model"]["vocab"])
+    tokenizer = load(Backend.from_str(json.dumps(content)))
+    ids = _ids(tokenizer, "", "▁the", "", "▁the", "", "", "▁the")
+    assert _stream(tokenizer, ids) == ["", "the", "", " the", "", "", " the", ""]
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(

@@ -88,6 +88,13 @@ def test_a_nucleus_of_any_width_is_that_of_transformers(spread: float, fewest: i
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
+def test_a_nucleus_that_has_exactly_the_wanted_probability_takes_no_more_as_in_transformers() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    logits = np.zeros(4, dtype=np.float32)
+    assert np.count_nonzero(_transformers_probabilities(params, logits, [0])) == 2
+    assert np.count_nonzero(Sampler(params).probabilities(logits)) == 2
+
+
 def test_ties_with_the_last_of_the_top_k_are_kept_as_in_transformers() -> None:
     params = SamplingParams(temperature=1.0, top_k=2)
     logits = np.array([1, 3, 2, 2, 0, 2], dtype=np.float32)

@@ -1,0 +1,134 @@
+"""Bundles of tiny models, and a runtime of twenty lines to run their graphs with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+
+from edgekit import contract
+from edgekit.bundle import Bundle
+from edgekit.export.exporter import ExportOptions, export_bundle
+from edgekit.export.lowering import lower_graph
+from edgekit.export.storage_plan import QuantizationOptions
+from edgekit.spec import DecoderSpec
+
+Form: TypeAlias = Literal["portable", "lowered"]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass
+class GraphModel:
+    """A graph with a cache of its own; the slots of the cache are given, so that their order can be tested."""
+
+    path: Path
+    spec: DecoderSpec
+    cache: list[FloatArray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        # As written: the fusions that ONNX Runtime makes of its own accord are not what is tested.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+
+    def step(
+        self,
+        ids: npt.NDArray[np.int64],
+        *,
+        positions: npt.NDArray[np.int64] | None = None,
+        new_bias: FloatArray | None = None,
+        rows: npt.NDArray[np.int64] | None = None,
+        keep: npt.NDArray[np.int64] | None = None,
+        empty_slots: int = 1,
+    ) -> FloatArray:
+        """Runs ids of shape (B, S) after what is cached, appends the rows `keep`, returns logits (B, R, V)."""
+        batch, count = ids.shape
+        if not self.cache:
+            self.cache = [
+                np.zeros((batch, layer.attention.num_kv_heads, *shape), np.float32)
+                for layer in self.spec.layers
+                for shape in ((layer.attention.key_dim, 0), (0, layer.attention.value_dim))
+            ]
+        past = self.cache[0].shape[-1]
+        causal = np.triu(np.full((count, count), contract.MASKED, np.float32), 1)
+        bias = np.broadcast_to(causal if new_bias is None else new_bias, (batch, 1, count, count))
+        # Rubbish in empty slots, in front: neither order nor contents of what is masked may matter.
+        past_bias = np.concatenate([np.full(empty_slots, contract.MASKED), np.zeros(past)]).astype(np.float32)
+        feeds: dict[str, Any] = {
+            contract.INPUT_IDS: ids,
+            contract.POSITION_IDS: np.broadcast_to(np.arange(past, past + count), ids.shape).astype(np.int64)
+            if positions is None
+            else positions,
+            contract.NEW_BIAS: np.ascontiguousarray(bias),
+            contract.past_bias(0): np.broadcast_to(past_bias, (batch, 1, 1, past + empty_slots)).copy(),
+            contract.LOGIT_ROWS: np.arange(count) if rows is None else rows,
+        }
+        names = [contract.LOGITS]
+        for layer in range(len(self.spec.layers)):
+            for axis, name, array in (
+                (3, contract.past_key(layer), self.cache[2 * layer]),
+                (2, contract.past_value(layer), self.cache[2 * layer + 1]),
+            ):
+                shape = (*array.shape[:axis], empty_slots, *array.shape[axis + 1 :])
+                rubbish = np.full(shape, 7.0, np.float32)
+                feeds[name] = np.concatenate([rubbish, array], axis=axis)
+            names += [contract.new_key(layer), contract.new_value(layer)]
+        logits, *new = self.session.run(names, feeds)
+        kept = np.arange(count) if keep is None else keep
+        self.cache = [
+            np.concatenate([old, np.take(fresh, kept, axis=3 - index % 2)], axis=3 - index % 2)
+            for index, (old, fresh) in enumerate(zip(self.cache, new, strict=True))
+        ]
+        return np.asarray(logits, np.float32)
+
+
+ExportTiny: TypeAlias = Callable[..., Bundle]
+LoadGraphOf: TypeAlias = Callable[[Path, DecoderSpec, Form], GraphModel]
+LoadGraph: TypeAlias = Callable[[Bundle, Form], GraphModel]
+
+
+@pytest.fixture(scope="session")
+def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> ExportTiny:
+    """Exports a checkpoint, once per checkpoint and options: ``export_tiny(path, precision="int8")``."""
+    made: dict[tuple[Path, str], Bundle] = {}
+
+    def export(checkpoint: Path, **options: Any) -> Bundle:
+        quantization = QuantizationOptions(**{"precision": "fp32", **options})
+        key = (checkpoint, repr(quantization))
+        if key not in made:
+            output = tmp_path_factory.mktemp("bundle") / "model.edge"
+            made[key] = export_bundle(checkpoint, output, ExportOptions(quantization=quantization), lambda *_: None)
+        return made[key]
+
+    return export
+
+
+@pytest.fixture
+def load_graph_of(tmp_path: Path) -> LoadGraphOf:
+    """Loads a graph file, as it is or lowered for ONNX Runtime's CPU provider."""
+
+    def load(graph: Path, spec: DecoderSpec, form: Form) -> GraphModel:
+        if form == "lowered":
+            directory = tmp_path / "lowered"
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            lower_graph(graph, "ort-cpu", directory)
+            graph = directory / "model.onnx"
+        return GraphModel(graph, spec)
+
+    return load
+
+
+@pytest.fixture
+def load_graph(load_graph_of: LoadGraphOf) -> LoadGraph:
+    """Loads a bundle's graph."""
+    return lambda bundle, form: load_graph_of(bundle.file("model.onnx"), bundle.manifest.spec, form)
