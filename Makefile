@@ -14,7 +14,7 @@ help: ## Show this list
 
 demo: $(VENV)/.export model ## Export the demo model to an int4 bundle and ask it a question
 	$(BIN)/edgekit export $(GGUF) $(BUNDLE) --precision int4 --force
-	$(BIN)/edgekit chat $(BUNDLE) --prompt "What is the capital of France?"
+	$(BIN)/edgekit chat $(BUNDLE) --prompt "Name the capital of France."
 
 test: $(VENV)/.dev model ## Run all tests
 	$(BIN)/pytest

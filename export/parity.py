@@ -50,7 +50,7 @@ def compare(expected: FloatArray, got: FloatArray, tolerance: float) -> ParityRe
         top1_agreement=float((expected.argmax(-1) == got.argmax(-1)).mean()),
         max_kl_divergence=tolerance,
     )
-    if not np.isfinite(got).all() or not record.kl_divergence <= tolerance:
+    if not np.isfinite(got).all() or not np.isfinite(expected).all() or record.kl_divergence > tolerance:
         raise ParityError(
             f"the exported graph is not the model: KL divergence {record.kl_divergence:.3g} nats per token, allowed "
             f"{tolerance:g} (largest logit error {record.max_abs_error:.3g}, top-1 agreement "

@@ -21,9 +21,12 @@ import torch
 
 from edgekit.blocks import QuantizedBlocks, Scheme
 
-# Starting scales relative to the one that just holds the largest weight: below 1 outliers are clipped.
-INT4_STARTS = (0.7, 0.8, 0.88, 0.95, 1.0, 1.06)
-INT8_STARTS = (0.97, 1.0)
+# Starting scales relative to the one that just holds the largest weight: below 1 outliers are clipped. The last one
+# leaves the lowest code out, as most quantizers do: what one of them has rounded comes back unchanged.
+INT4_STARTS = (0.7, 0.8, 0.88, 0.95, 1.0, 8 / 7)
+INT8_STARTS = (0.97, 1.0, 128 / 127)
+REFINEMENTS = 2
+SMALLEST_SCALE = 2.0**-24
 CHUNK_ELEMENTS = 1 << 20
 
 
@@ -33,7 +36,7 @@ def quantize(
     """Rounds a matrix to blocks along its columns.
 
     Args:
-        weight: shape (rows, columns), float32.
+        weight: shape (rows, columns), float32; finite and within float16's ±65504.
         bits: 4 or 8.
         block_size: Columns that share a scale; the last block may be shorter.
         scheme: `symmetric` (w ≈ s·q) or `affine` (w ≈ s·q + m).
@@ -77,23 +80,24 @@ def _in_blocks(
 def _fit(
     w: torch.Tensor, valid: torch.Tensor | None, bits: int, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns codes (rows, blocks, block_size), scale and offset (rows, blocks) of the best start."""
+    """Returns codes (rows, blocks, block_size), scale and offset (rows, blocks) of the best of all that was tried."""
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     starts: Sequence[float] = INT4_STARTS if bits == 4 else INT8_STARTS
     best_error = torch.full(w.shape[:2], torch.inf)
     best_scale, best_offset = torch.zeros(w.shape[:2]), torch.zeros(w.shape[:2])
     for start in starts:
         scale, offset = _start(w, valid, start, low, high, scheme)
-        for _ in range(2):
+        for refinement in range(REFINEMENTS + 1):
+            scale, offset = _float16_scale(scale), offset.half().float()
             codes = _codes(w, scale, offset, low, high)
-            scale, offset = _least_squares(w, codes, valid, scheme)
-        scale, offset = scale.half().float(), offset.half().float()
-        error = w - (_codes(w, scale, offset, low, high) * scale[..., None] + offset[..., None])
-        squared = (error.square() if valid is None else error.square() * valid).sum(-1)
-        better = squared < best_error
-        best_error = torch.where(better, squared, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_offset = torch.where(better, offset, best_offset)
+            error = w - (codes * scale[..., None] + offset[..., None])
+            squared = (error.square() if valid is None else error.square() * valid).sum(-1)
+            better = squared < best_error
+            best_error = torch.where(better, squared, best_error)
+            best_scale = torch.where(better, scale, best_scale)
+            best_offset = torch.where(better, offset, best_offset)
+            if refinement < REFINEMENTS:
+                scale, offset = _least_squares(w, codes, valid, scheme)
     codes = _codes(w, best_scale, best_offset, low, high)
     return (codes if valid is None else codes * valid), best_scale, best_offset
 
@@ -109,6 +113,13 @@ def _start(
     # The negative range has one code more, so the largest weight of a block goes there, whatever its sign.
     extreme = torch.gather(w, -1, w.abs().argmax(-1, keepdim=True))[..., 0]
     return start * extreme / low, torch.zeros_like(extreme)
+
+
+def _float16_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Rounds to float16, but never to zero, which would lose the block."""
+    rounded = scale.half().float()
+    smallest = torch.copysign(torch.tensor(SMALLEST_SCALE), scale)
+    return torch.where((rounded == 0) & (scale != 0), smallest, rounded)
 
 
 def _codes(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, low: int, high: int) -> torch.Tensor:

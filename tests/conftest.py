@@ -96,9 +96,8 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.train_from_iterator([_TEXT] * 3, trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=SPECIAL_TOKENS[0], eos_token=SPECIAL_TOKENS[2]
-    )
+    wrap: Any = PreTrainedTokenizerFast
+    wrapped = wrap(tokenizer_object=tokenizer, bos_token=SPECIAL_TOKENS[0], eos_token=SPECIAL_TOKENS[2])
     wrapped.chat_template = CHAT_TEMPLATE
     directory = tmp_path_factory.mktemp("tokenizer")
     wrapped.save_pretrained(directory)
@@ -141,7 +140,7 @@ def hugging_face() -> HuggingFaceModel:
         from transformers import AutoModelForCausalLM
 
         if directory not in loaded:
-            loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return loaded[directory]
 
     return load
@@ -179,7 +178,8 @@ def _write_checkpoint(config: Mapping[str, Any], directory: Path, tokenizer: Pat
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(AutoConfig.for_model(values.pop("model_type"), **values))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -114,11 +114,9 @@ def with_rope_factors(spec: DecoderSpec, container: GgufContainer, path: Path) -
     layers = []
     for layer in spec.layers:
         rope = layer.attention.rope
-        expected = (rope.rotary_dim // 2,)
-        if factors.shape != expected or not (factors > 0).all():
-            raise CorruptArtifactError(
-                f"{path} has an unusable {ROPE_FACTORS!r}: {expected} positive numbers are needed"
-            )
+        count = rope.rotary_dim // 2
+        if factors.shape != (count,) or not (np.isfinite(factors) & (factors > 0)).all():
+            raise CorruptArtifactError(f"{path} has an unusable {ROPE_FACTORS!r}: expected {count} positive numbers")
         if rope.scaling is not None:
             raise UnsupportedError(f"{path} has both {ROPE_FACTORS!r} and a rope scaling; supported: one of them")
         rope = msgspec.structs.replace(rope, scaling=FactorScaling(factors=tuple(factors.tolist())))

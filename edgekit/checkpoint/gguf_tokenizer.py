@@ -22,7 +22,8 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_CONTROL, _USER_DEFINED = 3, 4
+# Of `llama_token_type`: unknown and control, and user-defined.
+_SPECIAL_KINDS, _USER_DEFINED = (2, 3), 4
 _SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _SAMPLING_KEYS: Mapping[str, str] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -60,6 +61,8 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], PreTokenizer]] = {
 _NORMALIZED = ("olmo", "qwen2")
 # Vocabularies with whole words that no sequence of merges reaches.
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
+# Kinds of vocabulary whose texts start with the first token unless a file says otherwise.
+_FIRST_TOKEN_BY_DEFAULT = ("llama", "llama-bpe")
 
 
 class GgufTokenizer:
@@ -112,13 +115,12 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         raise UnsupportedError(f"{path} has a tokenizer of kind {one_of(model, builders)}")
     try:
         tokenizer = builders[model](values, path)
-        for index, kind in enumerate(values.get("token_type", ())):
-            token = AddedToken(values["tokens"][index], normalized=False, special=kind == _CONTROL)
-            if kind == _CONTROL:
-                tokenizer.add_special_tokens([token])
-            elif kind == _USER_DEFINED:
-                tokenizer.add_tokens([token])
-        _frame(tokenizer, values, default_bos=model == "llama")
+        kinds = list(zip(values["tokens"], values.get("token_type", ()), strict=False))
+        special = [token for token, kind in kinds if kind in _SPECIAL_KINDS]
+        whole = [token for token, kind in kinds if kind == _USER_DEFINED]
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
+        _frame(tokenizer, values, default_bos=not {model, values.get("pre")}.isdisjoint(_FIRST_TOKEN_BY_DEFAULT))
     except (KeyError, IndexError, ValueError) as error:
         raise CorruptArtifactError(f"{path} has an incomplete vocabulary: {error!r}") from error
     return tokenizer
@@ -131,7 +133,10 @@ def _byte_level(values: Mapping[str, Any], path: Path) -> Tokenizer:
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(pre, _PRE_TOKENIZERS)}")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["merges"])]
-    tokenizer = Tokenizer(models.BPE(_vocabulary(values), merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    vocabulary = _vocabulary(values)
+    if any(not {left, right, left + right} <= vocabulary.keys() for left, right in merges):
+        raise ValueError("merges of unknown tokens")
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     if pre in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()

@@ -44,14 +44,14 @@ class HuggingFaceTokenizer:
                 f"{self._directory} has no {TOKENIZER}; write one with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
-        text = path.read_text(encoding="utf-8")
+        contents = path.read_bytes()
         try:
-            tokenizer = Tokenizer.from_str(text)
+            tokenizer = Tokenizer.from_buffer(contents)
         except Exception as error:  # tokenizers raises bare Exception
             raise CorruptArtifactError(f"{path} cannot be read: {error}") from error
         config = self._optional(TOKENIZER_CONFIG)
         _check_first_token(tokenizer.encode("").tokens, config, path)
-        (directory / TOKENIZER).write_text(text, encoding="utf-8")
+        (directory / TOKENIZER).write_bytes(contents)
         return TokenizerFiles(self._chat_template(config), generation_defaults(self._directory))
 
     def _chat_template(self, config: Mapping[str, Any]) -> str | None:

@@ -247,7 +247,7 @@ def test_the_bounds_hold_for_each_rendering_on_its_own(monkeypatch: pytest.Monke
         ("zephyr", "</s>"),
         ("gemma", "<end_of_turn>"),
         ("qwen3", "<|im_end|>"),
-        ("smollm3_generation", "<|im_end|>"),
+        ("generation_tag", "<|im_end|>"),
     ],
 )
 def test_the_token_that_ends_a_turn_is_found(name: str, expected: str, byte_level: Backend, load: Load) -> None:

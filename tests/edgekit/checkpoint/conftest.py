@@ -25,9 +25,7 @@ class EditCheckpoint(Protocol):
 def edit_checkpoint(tmp_path: Path, tiny_checkpoint: TinyCheckpoint) -> EditCheckpoint:
     from safetensors.torch import load_file, save_file
 
-    def edit(
-        variant: str, config: Mapping[str, Any] = {}, tensors: Callable[[Tensors], None] = lambda _: None
-    ) -> Path:
+    def edit(variant: str, config: Mapping[str, Any] = {}, tensors: Callable[[Tensors], None] = lambda _: None) -> Path:
         directory = tmp_path / f"edited-{variant}"
         shutil.copytree(tiny_checkpoint(variant), directory)
         path = directory / "config.json"

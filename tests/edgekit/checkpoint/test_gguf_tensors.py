@@ -95,9 +95,7 @@ def test_a_file_gives_the_logits_that_transformers_computes_from_it(
         logits = stream_logits(checkpoint, token_ids)
     # The config apart: transformers does not see biases and head widths in a GGUF file.
     config = AutoConfig.from_pretrained(tiny_checkpoint(variant))
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
     with torch.no_grad():
         wanted = model(torch.from_numpy(token_ids)).logits.numpy()
     # The offsets of Q4_1 blocks are rounded to float16.
@@ -186,7 +184,9 @@ def test_rows_are_taken_without_the_others(planted: Callable[[npt.NDArray[Any], 
     values = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
     container = read_container(planted(quantize(values, GGMLQuantizationType[kind]), kind))
     rows = np.array([4, 0, 4])
-    np.testing.assert_array_equal(_values(read_tensor(container, "w", rows)), _values(read_tensor(container, "w"))[rows])
+    np.testing.assert_array_equal(
+        _values(read_tensor(container, "w", rows)), _values(read_tensor(container, "w"))[rows]
+    )
 
 
 def test_a_closed_file_is_not_read(tiny_gguf: TinyGguf) -> None:

@@ -38,20 +38,21 @@ def test_a_path_may_be_a_string_or_a_path(tiny_llama: Path) -> None:
         assert from_string.family.name == "llama"
 
 
+@pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize(
-    "path", ["./missing", "../missing", "/missing/model", "~/model", "missing.gguf", "owner/model.gguf", "a/b/c", "model/"]
+    "path",
+    ["./missing", "../missing", "/missing/model", "~/model", "missing.gguf", "owner/model.gguf", "a/b/c", "model/"],
 )
-def test_a_missing_path_is_not_sent_to_the_hub(
-    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_cache: Path
-) -> None:
+def test_a_missing_path_is_not_sent_to_the_hub(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", _refuse_downloads)
     with pytest.raises(UsageError, match=rf"no such checkpoint: '{path}'; give a directory, a \.gguf file or"):
         open_checkpoint(path)
 
 
+@pytest.mark.usefixtures("hub_cache")
 def test_a_missing_name_in_a_directory_that_exists_is_not_sent_to_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_cache: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", _refuse_downloads)
@@ -62,7 +63,8 @@ def test_a_missing_name_in_a_directory_that_exists_is_not_sent_to_the_hub(
         open_checkpoint(Path("llama"))
 
 
-def test_a_repository_that_cannot_be_reached_is_a_usage_error(hub_cache: Path) -> None:
+@pytest.mark.usefixtures("hub_cache")
+def test_a_repository_that_cannot_be_reached_is_a_usage_error() -> None:
     with pytest.raises(UsageError) as caught:
         open_checkpoint("nobody/nothing")
     assert str(caught.value).startswith(
@@ -71,7 +73,8 @@ def test_a_repository_that_cannot_be_reached_is_a_usage_error(hub_cache: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_an_impossible_repository_id_is_a_usage_error(hub_cache: Path) -> None:
+@pytest.mark.usefixtures("hub_cache")
+def test_an_impossible_repository_id_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"'no body/no thing' is neither a local path nor a Hugging Face repository"):
         open_checkpoint("no body/no thing")
 
@@ -92,19 +95,19 @@ def test_a_downloaded_repository_is_read_from_the_cache(hub_cache: Path, tiny_ll
 
 
 def test_only_the_files_that_are_read_are_downloaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils._paths import filter_repo_objects
 
     asked: dict[str, Any] = {}
 
     def record(repository: str, **options: Any) -> str:
-        asked.update(options)
+        asked.update(options, repository=repository)
         return str(tiny_llama)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", record)
     open_checkpoint("tiny/llama", revision="v1").close()
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
     others = ["pytorch_model.bin", "README.md", "onnx/model.onnx", "onnx/config.json", "original/model.safetensors"]
-    assert asked.pop("revision") == "v1"
+    assert (asked.pop("repository"), asked.pop("revision")) == ("tiny/llama", "v1")
     assert list(filter_repo_objects([*wanted, *others], **asked)) == wanted
 
 
@@ -163,5 +166,7 @@ def test_opening_needs_neither_torch_nor_transformers(kind: str, tiny_llama: Pat
         "from edgekit.checkpoint import open_checkpoint\n"
         "open_checkpoint(sys.argv[1]).tensor('norm.weight')"
     )
-    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False, env=os.environ)
+    run = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False, env=os.environ
+    )
     assert run.returncode == 0, run.stderr

@@ -55,14 +55,14 @@ def test_half_precision_is_widened_exactly(edit_checkpoint: EditCheckpoint, dtyp
         for name, source in checkpoint.family.sources(checkpoint.spec).items():
             wanted = stored[source.name].float().numpy()
             tensor = checkpoint.tensor(name)
-            np.testing.assert_array_equal(tensor, wanted if source.rows is None else wanted[source.rows])  # type: ignore[arg-type]
+            np.testing.assert_array_equal(tensor, wanted if source.rows is None else wanted[source.rows])
 
 
 def test_shards_are_read_like_a_single_file(sharded: Path, tiny_llama: Path) -> None:
     with open_checkpoint(tiny_llama) as whole, open_checkpoint(sharded) as split:
         assert whole.spec == split.spec
         for name in whole.spec.tensor_shapes():
-            np.testing.assert_array_equal(whole.tensor(name), split.tensor(name))  # type: ignore[arg-type]
+            np.testing.assert_array_equal(whole.tensor(name), split.tensor(name))
         weights = {name for name in split.source.digests if name.startswith("model")}
         assert weights == {path.name for path in sharded.glob("model*")}
 
@@ -155,7 +155,9 @@ def test_a_tensor_that_the_model_does_not_use_is_refused(edit_checkpoint: EditCh
         open_checkpoint(directory)
 
 
-def test_buffers_of_older_versions_are_ignored(edit_checkpoint: EditCheckpoint, tiny_checkpoint: TinyCheckpoint) -> None:
+def test_buffers_of_older_versions_are_ignored(
+    edit_checkpoint: EditCheckpoint, tiny_checkpoint: TinyCheckpoint
+) -> None:
     buffers = {
         "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 256, 256),
         "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
@@ -205,7 +207,7 @@ def test_both_spellings_of_the_head_of_neox_are_read(
 
     directory = edit_checkpoint("gpt_neox", tensors=respell)
     with open_checkpoint(directory) as other, open_checkpoint(tiny_checkpoint("gpt_neox")) as usual:
-        np.testing.assert_array_equal(other.tensor("lm_head.weight"), usual.tensor("lm_head.weight"))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(other.tensor("lm_head.weight"), usual.tensor("lm_head.weight"))
 
 
 def test_an_unknown_number_format_is_refused(edit_checkpoint: EditCheckpoint) -> None:

@@ -224,7 +224,7 @@ def test_inputs_are_left_as_they_were(llama_decoder: Decoder, token_ids: Tokens)
     assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
-def test_a_layer_works_on_its_own(llama_decoder: Decoder, tiny_llama: Path, token_ids: Tokens) -> None:
+def test_a_layer_works_on_its_own(llama_decoder: Decoder, tiny_llama: Path) -> None:
     hidden = torch.randn(2, 24, llama_decoder.spec.hidden_size, generator=torch.Generator().manual_seed(2))
     positions, mask = torch.arange(24).expand(2, 24), causal_mask(24, 0)
     with open_checkpoint(tiny_llama) as checkpoint:

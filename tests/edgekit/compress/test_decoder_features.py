@@ -31,9 +31,7 @@ def _in_attention(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
 
 def _in_rope(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
     return _in_layers(
-        lambda layer: replace(
-            layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes))
-        )
+        lambda layer: replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes)))
     )
 
 
@@ -104,7 +102,7 @@ def test_a_decoder_of_random_weights_trains(variant: str, tiny_checkpoint: TinyC
     first = loss().item()
     for _ in range(20):
         optimizer.zero_grad()
-        loss().backward()
+        torch.autograd.backward(loss())
         assert all(parameter.grad is not None and parameter.grad.any() for parameter in decoder.parameters())
         optimizer.step()
     assert loss().item() < first / 4

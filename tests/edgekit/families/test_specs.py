@@ -215,10 +215,11 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> No
 
 
 def test_partial_frequencies_are_those_of_transformers() -> None:
-    from transformers import GPTNeoXConfig
+    from transformers import AutoConfig, GPTNeoXConfig
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-    config = GPTNeoXConfig(rotary_pct=0.5, rotary_emb_base=5000.0)
+    config = AutoConfig.for_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=5000.0)
+    assert isinstance(config, GPTNeoXConfig)
     oracle = GPTNeoXRotaryEmbedding(config)
     spec = rope(config.to_dict())
     assert spec.rotary_dim == 48
@@ -250,7 +251,11 @@ def test_the_head_width_is_the_configs_where_it_has_one() -> None:
     [
         (LLAMA_3_2_1B, {"model_type": "lama"}, r"model_type 'lama'; known: gpt_neox, llama, qwen3 \(did you mean 'll"),
         (LLAMA_3_2_1B, {"model_type": ...}, r"model_type 'None'; known: gpt_neox, llama, qwen3"),
-        (LLAMA_3_2_1B, {"quantization_config": {"quant_method": "awq"}}, r"quantization_config = \{'quant_method': 'awq'"),
+        (
+            LLAMA_3_2_1B,
+            {"quantization_config": {"quant_method": "awq"}},
+            r"quantization_config = \{'quant_method': 'awq'",
+        ),
         (LLAMA_3_2_1B, {"num_local_experts": 8}, r"num_local_experts = 8 .* supported: None, 0"),
         (QWEN3_0_6B, {"num_experts": 128}, r"qwen3 with num_experts = 128"),
         (LLAMA_3_2_1B, {"pretraining_tp": 2}, r"pretraining_tp = 2 .* supported: None, 1"),
@@ -276,7 +281,9 @@ def test_the_head_width_is_the_configs_where_it_has_one() -> None:
         (PYTHIA_160M, {"hidden_size": 770}, r"hidden_size = 770 .* supported: multiples of the 12 heads"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_implemented_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         read(config, **changes)
 
@@ -284,14 +291,26 @@ def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], chan
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (LLAMA_3_2_1B, {"hidden_size": ...}, r"the llama config cannot be read: .*missing required field `hidden_size`"),
+        (
+            LLAMA_3_2_1B,
+            {"hidden_size": ...},
+            r"the llama config cannot be read: .*missing required field `hidden_size`",
+        ),
         (QWEN3_0_6B, {"num_hidden_layers": "28"}, r"the qwen3 config cannot be read: Expected `int`, got `str`"),
         (PYTHIA_160M, {"vocab_size": 0}, r"the gpt_neox config has vocab_size = 0; it must be positive"),
         (PYTHIA_160M, {"num_attention_heads": -12}, r"num_attention_heads = -12; it must be positive"),
         (LLAMA_3_2_1B, {"eos_token_id": "</s>"}, r"the llama config cannot be read: .*eos_token_id"),
         (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "linear"}}, r"linear rope scaling cannot be read: .*factor"),
-        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"llama3 rope scaling .*low_freq_factor"),
-        (LLAMA_3_2_1B, {"rope_scaling": {"rope_type": "linear", "factor": "big"}}, r"linear rope scaling cannot be read"),
+        (
+            LLAMA_3_2_1B,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            r"llama3 rope scaling .*low_freq_factor",
+        ),
+        (
+            LLAMA_3_2_1B,
+            {"rope_scaling": {"rope_type": "linear", "factor": "big"}},
+            r"linear rope scaling cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:

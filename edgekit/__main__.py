@@ -1,0 +1,6 @@
+"""``python -m edgekit``: the command line, for where scripts are not on the path."""
+
+from edgekit.cli import main
+
+if __name__ == "__main__":
+    main()

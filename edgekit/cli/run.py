@@ -1,0 +1,58 @@
+"""`edgekit run`: continues a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgekit.cli.options import bundle_argument, json_option, sampling_options, threads_option, verbose_option
+from edgekit.cli.output import completion_json, print_json, print_statistics, stream_text
+from edgekit.cli.text_input import read_file, read_stdin, without_line_end
+from edgekit.errors import UsageError
+
+
+@click.command
+@bundle_argument
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from this file.")
+@sampling_options
+@threads_option
+@json_option
+@verbose_option
+def run(
+    *,
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    sampling: Mapping[str, Any],
+    threads: int | None,
+    json: bool,
+) -> None:
+    """Continues PROMPT, as it is, with the model in BUNDLE.
+
+    A PROMPT of - is read from stdin. The last line end of stdin or of a file does not count.
+    """
+    if sampling["logprobs"] is not None and not json:
+        raise UsageError("logprobs are reported in JSON only; add --json")
+    text = _prompt(prompt, prompt_file)
+
+    from edgekit.runtime import LLM, SamplingParams
+
+    params = SamplingParams(**sampling)
+    llm = LLM(bundle, threads=threads)
+    if json:
+        print_json(completion_json(llm.generate(text, params)))
+        return
+    print_statistics(stream_text(llm.stream(text, params)))
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise UsageError("give a prompt, - for stdin or --prompt-file; exactly one of them")
+    if file is not None:
+        return without_line_end(read_file(file))
+    assert prompt is not None
+    return without_line_end(read_stdin()) if prompt == "-" else prompt
