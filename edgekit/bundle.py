@@ -11,14 +11,16 @@ inside the directory and has the recorded size and sha256. docs/bundle.md specif
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -33,6 +35,7 @@ GRAPH_DATA = "model.onnx.data"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation.json"
+REQUIRED_FILES = (GRAPH, GRAPH_DATA, TOKENIZER, GENERATION)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +106,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _SchemaVersion(msgspec.Struct):
-    schema_version: int
+    schema_version: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Producer(msgspec.Struct):
+    producer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,7 @@ class Bundle:
             found = sha256_file(self.file(name))
             if found != record.sha256:
                 raise CorruptArtifactError(
-                    f"{name} in bundle {str(self.path)!r} has sha256 {found[:12]}…, the manifest says "
+                    f"{name!r} in bundle {str(self.path)!r} has sha256 {found[:12]}…, the manifest says "
                     f"{record.sha256[:12]}…; export or copy the bundle again"
                 )
 
@@ -169,6 +176,9 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
         )
     text = (directory / MANIFEST).read_bytes()
     manifest = _decode_manifest(directory, text)
+    for name in REQUIRED_FILES:
+        if name not in manifest.files:
+            raise CorruptArtifactError(f"{MANIFEST} of bundle {str(directory)!r} lists no {name}; export it again")
     for name, record in manifest.files.items():
         _check_file(directory, name, record)
     return Bundle(path=directory, manifest=manifest, digest=hashlib.sha256(text).hexdigest())
@@ -183,24 +193,28 @@ def _decode_manifest(directory: Path, text: bytes) -> Manifest:
                 "upgrade with: pip install -U edgekit"
             )
         return msgspec.json.decode(text, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptArtifactError(f"{MANIFEST} of bundle {str(directory)!r} is not valid: {error}") from error
 
 
 def _check_file(directory: Path, name: str, record: FileRecord) -> None:
     pure = PurePosixPath(name)
-    outside = pure.is_absolute() or ".." in pure.parts or "\\" in name or not pure.parts
+    outside = pure.is_absolute() or ".." in pure.parts or not pure.parts or any(char in name for char in "\\\0")
     if outside or not (directory / name).resolve().is_relative_to(directory.resolve()):
         raise CorruptArtifactError(f"bundle {str(directory)!r} names a file outside itself: {name!r}; do not use it")
     file = directory / name
     if not file.is_file():
-        raise CorruptArtifactError(f"bundle {str(directory)!r} lacks {name}; export or copy it again")
+        raise CorruptArtifactError(f"bundle {str(directory)!r} lacks {name!r}; export or copy it again")
     size = file.stat().st_size
     if size != record.size:
         raise CorruptArtifactError(
-            f"{name} in bundle {str(directory)!r} has {size} bytes, the manifest says {record.size}; "
+            f"{name!r} in bundle {str(directory)!r} has {size} bytes, the manifest says {record.size}; "
             "export or copy the bundle again"
         )
+
+
+_in_use: set[Path] = set()
+"""Staging directories of this process, whose threads may write several at once."""
 
 
 @contextmanager
@@ -218,25 +232,37 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     target = target.absolute()
     if target.exists() and not force:
         raise UsageError(f"output {str(target)!r} exists; pass --force to replace it")
-    if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and not _is_bundle(target) and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"output {str(target)!r} exists and is not a bundle; --force replaces bundles only")
     if not target.parent.is_dir():
         raise UsageError(f"no such directory: {str(target.parent)!r}; create it first")
     _remove_abandoned(target)
-    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    staging = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    _in_use.add(staging)
     try:
         staging.mkdir()
         yield staging
         _replace(staging, target)
     except OSError as error:
-        raise StorageError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
+        # Its own words name the file, which may be one that was read.
+        raise StorageError(f"cannot write {str(target)!r}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        _in_use.discard(staging)
+
+
+def _is_bundle(directory: Path) -> bool:
+    """Whether EdgeKit wrote the manifest.json inside: many programs have a file of that name."""
+    try:
+        producer = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Producer).producer
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return producer.startswith("edgekit ")
 
 
 def _replace(staging: Path, target: Path) -> None:
     # Two renames: a directory cannot be replaced in one, and the old bundle must not mix with the new.
-    old = target.with_name(f".{target.name}.partial-{os.getpid()}-old")
+    old = staging.with_name(f"{staging.name}-old")
     replaced = target.exists()
     if replaced:
         target.rename(old)
@@ -250,10 +276,17 @@ def _replace(staging: Path, target: Path) -> None:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Removes what killed processes left; those still running keep theirs."""
-    for leftover in target.parent.glob(f".{target.name}.partial-*"):
+    """Removes what killed processes left; those still running keep theirs.
+
+    In containers a process often has the number of the one that was killed before it, so for its own number a
+    process goes by what it remembers.
+    """
+    for leftover in target.parent.glob(f"{glob.escape(f'.{target.name}.partial-')}*"):
         process = leftover.name.removeprefix(f".{target.name}.partial-").split("-")[0]
-        if not process.isdigit() or not _is_running(int(process)):
+        own = process == str(os.getpid())
+        staging = leftover.with_name(leftover.name.removesuffix("-old"))
+        alive = staging in _in_use if own else process.isdigit() and _is_running(int(process))
+        if not alive:
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle: the portable graph, how its weights are stored, and its lowering per target."""

@@ -65,7 +65,7 @@ class DataFile:
                     for tensor, array in zip(tensors, load(), strict=True):
                         payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                         assert payload.size == tensor.length, (tensor.name, payload.size, tensor.length)
-                        for piece in (bytes((tensor.offset or 0) - file.tell()), memoryview(payload)):
+                        for piece in (bytes((tensor.offset or 0) - file.tell()), payload.data):
                             digest.update(piece)
                             file.write(piece)
         except OSError as error:

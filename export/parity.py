@@ -27,7 +27,7 @@ MAX_KL_DIVERGENCE: dict[Precision, float] = {"fp32": 1e-6, "fp16": 1e-3, "int8":
 
 TEXT = (
     "The river had risen during the night, and by morning the lower road was gone. Anna counted 12 boats tied to "
-    "the mill; her brother, who was 7, asked whether they would sail to school. \"Not today,\" she said."
+    'the mill; her brother, who was 7, asked whether they would sail to school. "Not today," she said.'
 )
 
 
@@ -113,4 +113,5 @@ def _step(
 
 def _log_softmax(logits: FloatArray) -> npt.NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    normalized: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalized

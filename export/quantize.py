@@ -30,9 +30,7 @@ SMALLEST_SCALE = 2.0**-24
 CHUNK_ELEMENTS = 1 << 20
 
 
-def quantize(
-    weight: npt.NDArray[np.float32], bits: Literal[4, 8], block_size: int, scheme: Scheme
-) -> QuantizedBlocks:
+def quantize(weight: npt.NDArray[np.float32], bits: Literal[4, 8], block_size: int, scheme: Scheme) -> QuantizedBlocks:
     """Rounds a matrix to blocks along its columns.
 
     Args:

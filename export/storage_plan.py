@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from edgekit.blocks import Scheme
+from edgekit.blocks import QuantizedBlocks, Scheme
 from edgekit.checkpoint import Checkpoint
+from edgekit.checkpoint.base import BlockFormat
 from edgekit.errors import UnsupportedError, UsageError, one_of
 from edgekit.export.weights import BITS, PRECISIONS, Precision, Storage
 
@@ -55,6 +56,10 @@ class QuantizationOptions:
 def plan_storage(checkpoint: Checkpoint, options: QuantizationOptions) -> dict[str, Storage]:
     """Decides how every tensor of the checkpoint is stored, by canonical name.
 
+    Args:
+        checkpoint: The model.
+        options: What the user asks for.
+
     Blocks of a GGUF are kept: with precision int8 their codes are held in 8 bits, which changes no value, and
     with int4 an 8-bit block stays 8 bits wide. They are rounded again only with `requantize`.
 
@@ -63,7 +68,9 @@ def plan_storage(checkpoint: Checkpoint, options: QuantizationOptions) -> dict[s
         UnsupportedError: The options would round a GGUF's blocks again and `requantize` is not set.
     """
     plan: dict[str, Storage] = {}
-    modules = [name.removesuffix(".weight") for name, shape in checkpoint.spec.tensor_shapes().items() if len(shape) == 2]
+    modules = [
+        name.removesuffix(".weight") for name, shape in checkpoint.spec.tensor_shapes().items() if len(shape) == 2
+    ]
     for pattern in options.keep:
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise UsageError(f"keep pattern {pattern!r} matches no module; modules are named like {modules[1]!r}")
@@ -84,12 +91,27 @@ def _matrix_storage(checkpoint: Checkpoint, name: str, options: QuantizationOpti
     precision: Precision = "int8" if table else options.precision
     stored = checkpoint.block_format(name)
     if stored is not None and not options.requantize:
-        if options.scheme not in (None, stored.scheme) and not table:
+        other_scheme = options.scheme not in (None, stored.scheme)
+        if not table and (other_scheme or options.block_size != stored.block_size):
+            option = f"scheme {options.scheme!r}" if other_scheme else f"block size {options.block_size}"
             raise UnsupportedError(
-                f"{module} is stored as {stored.scheme} int{stored.bits} blocks, scheme {options.scheme!r} would round "
-                "it a second time; leave the scheme out to keep the blocks, or pass --requantize to accept the loss"
+                f"{module} is stored as {stored.scheme} int{stored.bits} blocks of {stored.block_size}, {option} would "
+                "round it a second time; leave the option out to keep them, or pass --requantize to accept the loss"
             )
         wide: Precision = "int8" if stored.bits == 8 else precision
         return Storage(precision=wide, block_size=stored.block_size, scheme=stored.scheme)
     scheme = DEFAULT_SCHEMES[precision] if table or options.scheme is None else options.scheme
     return Storage(precision=precision, block_size=options.block_size, scheme=scheme)
+
+
+def keeps_blocks(stored: BlockFormat | QuantizedBlocks | None, storage: Storage) -> bool:
+    """Tells whether the blocks that a checkpoint holds are stored as they are, perhaps with more bits per code.
+
+    Args:
+        stored: What the checkpoint holds; None for a float tensor.
+        storage: How the matrix is stored.
+    """
+    if stored is None or storage.precision not in BITS:
+        return False
+    same_blocks = (stored.block_size, stored.scheme) == (storage.block_size, storage.scheme)
+    return same_blocks and stored.bits <= BITS[storage.precision]

@@ -22,11 +22,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgekit.blocks import QuantizedBlocks, Scheme
+from edgekit.errors import CorruptArtifactError, UnsupportedError
 from edgekit.export.data_file import DataFile, Part
 
 Precision: TypeAlias = Literal["fp32", "fp16", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 BITS: dict[Precision, Literal[4, 8]] = {"int8": 8, "int4": 4}
+FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,28 @@ def store(file: DataFile, name: str, shape: tuple[int, ...], storage: Storage, l
     return dataclasses.replace(weight, parts=parts)
 
 
+def check_range(name: str, values: npt.NDArray[np.floating[Any]], storage: Storage) -> None:
+    """Refuses values that the storage of a tensor cannot hold.
+
+    Args:
+        name: Canonical tensor name.
+        values: The tensor, or the scales or offsets of its blocks.
+        storage: How it is to be stored.
+
+    Raises:
+        CorruptArtifactError: A value is NaN or infinite.
+        UnsupportedError: A value is beyond float16, which all but fp32 is made of.
+    """
+    low, high = float(values.min()), float(values.max())
+    largest = low if -low > high else high
+    if not np.isfinite(low + high):
+        raise CorruptArtifactError(f"{name} of the checkpoint holds NaN or infinite values; get or train it again")
+    if storage.precision != "fp32" and abs(largest) > FLOAT16_MAX:
+        raise UnsupportedError(
+            f"{name} holds {largest:g}, and {storage.precision} reaches ±{FLOAT16_MAX:g} (float16); use precision fp32"
+        )
+
+
 def _parts(weight: StoredWeight) -> list[Part]:
     name, shape, storage = weight.name, weight.shape, weight.storage
     if not storage.quantized:
@@ -130,10 +154,10 @@ def pack_int4(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     Returns:
         shape (ceil(codes.size / 2),), uint8.
     """
-    flat = codes.reshape(-1).view(np.uint8) & 0x0F
+    flat = codes.reshape(-1).view(np.uint8) & np.uint8(0x0F)
     if flat.size % 2:
         flat = np.append(flat, np.uint8(0))
-    packed: npt.NDArray[np.uint8] = flat[0::2] | (flat[1::2] << 4)
+    packed: npt.NDArray[np.uint8] = flat[0::2] | (flat[1::2] << np.uint8(4))
     return packed
 
 

@@ -67,7 +67,11 @@ class BenchmarkOptions:
         Raises:
             UsageError: A number is negative, there is no repetition or no row.
         """
-        for name, value in (("pp", self.prompt_tokens), ("tg", self.decode_tokens), *(("depth", d) for d in self.depths)):
+        for name, value in (
+            ("pp", self.prompt_tokens),
+            ("tg", self.decode_tokens),
+            *(("depth", d) for d in self.depths),
+        ):
             if value < 0:
                 raise UsageError(f"{name} is {value}; it must be at least 0")
         if self.repetitions < 1:

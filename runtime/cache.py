@@ -70,9 +70,7 @@ def layer_stacks(spec: DecoderSpec, tokens: int) -> tuple[LayerStack, ...]:
     groups: dict[HeadShape, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         attention = layer.attention
-        shape = HeadShape(
-            num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim
-        )
+        shape = HeadShape(num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim)
         groups.setdefault(shape, []).append(index)
     nothing = np.zeros(0, np.float32)
     return tuple(
@@ -81,24 +79,51 @@ def layer_stacks(spec: DecoderSpec, tokens: int) -> tuple[LayerStack, ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheArrays:
+    """All arrays of a cache at one capacity; whoever holds pointers into them compares this object's identity.
+
+    Attributes:
+        stacks: Keys and values.
+        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones.
+    """
+
+    stacks: tuple[LayerStack, ...]
+    past_bias: FloatArray
+
+
 class KVCache:
     """Cache of one conversation.
 
+    An operation that is interrupted, be it by a signal between two instructions, loses no token that was there:
+    `truncate` to any length up to `length` brings everything back in line.
+
     Attributes:
-        stacks: The arrays, replaced when the capacity grows.
-        capacity: Slots that the arrays have.
-        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones.
-        generation: Counts the replacements of the arrays, for whoever holds pointers to them.
+        max_positions: The model's context, tokens.
+        arrays: Replaced as a whole when the capacity grows.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
         """Starts empty, with one bucket of slots."""
         self.max_positions = spec.max_positions
-        self.capacity = min(BUCKET_TOKENS, spec.max_positions)
-        self.stacks = layer_stacks(spec, self.capacity)
-        self.past_bias = np.full((1, 1, 1, self.capacity), MASKED, np.float32)
-        self.generation = 0
+        capacity = min(BUCKET_TOKENS, spec.max_positions)
+        self.arrays = CacheArrays(stacks=layer_stacks(spec, capacity), past_bias=_all_masked(capacity))
         self._slots = np.zeros(0, np.int64)
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Keys and values, by head shape."""
+        return self.arrays.stacks
+
+    @property
+    def past_bias(self) -> FloatArray:
+        """Shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones."""
+        return self.arrays.past_bias
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the arrays have."""
+        return int(self.arrays.past_bias.shape[-1])
 
     @property
     def length(self) -> int:
@@ -131,6 +156,9 @@ class KVCache:
         Args:
             new: The step's results, one per stack, with the new tokens on the token axis.
             rows: Indices of the new tokens to keep.
+
+        Raises:
+            DoesNotFitError: They are more than the model's context has room for.
         """
         self.reserve(len(rows))
         slots = np.flatnonzero(self.past_bias[0, 0, 0] == MASKED)[: len(rows)]
@@ -151,19 +179,23 @@ class KVCache:
     def _grow(self, wanted: int) -> None:
         # Growing by an eighth keeps the copying a constant share of the work, and the unused slots few:
         # the cost of a step follows the capacity.
-        buckets = -(-max(wanted, self.capacity + self.capacity // 8) // BUCKET_TOKENS)
+        held = self.capacity
+        buckets = -(-max(wanted, held + held // 8) // BUCKET_TOKENS)
         capacity = min(buckets * BUCKET_TOKENS, self.max_positions)
         grown = []
         for stack in self.stacks:
             larger = stack.empty(capacity)
-            larger.keys[..., : self.capacity] = stack.keys
-            larger.values[:, :, : self.capacity] = stack.values
+            larger.keys[..., :held] = stack.keys
+            larger.values[:, :, :held] = stack.values
             grown.append(larger)
-        past_bias = np.full((1, 1, 1, capacity), MASKED, np.float32)
-        past_bias[..., : self.capacity] = self.past_bias
-        # First, so that nobody who is interrupted in between trusts pointers to arrays that are gone.
-        self.generation += 1
-        self.stacks, self.past_bias, self.capacity = tuple(grown), past_bias, capacity
+        past_bias = _all_masked(capacity)
+        past_bias[..., :held] = self.past_bias
+        # In one assignment, for no interruption to leave arrays of two capacities.
+        self.arrays = CacheArrays(stacks=tuple(grown), past_bias=past_bias)
+
+
+def _all_masked(capacity: int) -> FloatArray:
+    return np.full((1, 1, 1, capacity), MASKED, np.float32)
 
 
 def _as_slice(indices: SlotArray) -> slice | SlotArray:

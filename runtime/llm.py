@@ -109,14 +109,21 @@ class LLM:
             Pieces of text as soon as their characters are complete; the last one carries the whole output.
 
         Raises:
-            UsageError: The prompt is empty.
+            UsageError: The prompt is empty or has an id that the model does not have, the session is another
+                model's, or, once pieces are asked for, this thread has not finished its last generation.
             DoesNotFitError: The prompt is longer than the context.
         """
         started = time.perf_counter()
-        token_ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not token_ids:
-            raise UsageError("the prompt is empty; give some text")
-        return self._run(token_ids, params or SamplingParams(), session or self._session, started)
+        session = session or self._session
+        if session.backend is not self.backend:
+            raise UsageError("the session belongs to another LLM object; make one with new_session")
+        if isinstance(prompt, str):
+            # Empty text stays an empty prompt, whatever token the tokenizer puts first.
+            token_ids = self.tokenizer.encode_prompt(prompt) if prompt else []
+        else:
+            token_ids = list(prompt)
+        session.check_prompt(token_ids)
+        return self._run(token_ids, params or SamplingParams(), session, started)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, session: Session | None = None
@@ -130,6 +137,7 @@ class LLM:
 
         Raises:
             UnsupportedError: The bundle has no chat template.
+            UsageError, DoesNotFitError: As for `stream`.
         """
         return self.stream(self.render_chat(messages), params, session=session)
 
@@ -186,11 +194,10 @@ class LLM:
                     break
             else:
                 finish = "cancelled" if session.cancelled else "length"
-            rest = completion.finish()
-            output = completion.output(finish, started, Usage(
-                prompt_tokens=len(prompt), cached_tokens=cached, completion_tokens=len(completion.tokens)
-            ))
-            yield CompletionChunk(text=rest, output=output)
+        # The lock is free by now: who has the whole output may ask for the next before this iterator is exhausted.
+        rest = completion.finish()
+        usage = Usage(prompt_tokens=len(prompt), cached_tokens=cached, completion_tokens=len(completion.tokens))
+        yield CompletionChunk(text=rest, output=completion.output(finish, started, usage))
 
 
 class _Completion:

@@ -2,27 +2,36 @@
 
 The portable graph runs anywhere and is tuned for nothing. Rewriting it takes a second and a graph library, so
 it is done in a process of its own; later loads find the result by the bundle's digest.
+
+    lowered/<digest>-<target>-<version>/   model.onnx, model.onnx.data, and files.json with their sizes and sha256
+    verified/<path>                        size, times and inode of every file that was hashed and found right
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import onnxruntime as ort
 import platformdirs
 
-from edgekit.bundle import GRAPH, Bundle, staged_directory
+from edgekit.bundle import GRAPH, Bundle, FileRecord, sha256_file
 from edgekit.errors import CorruptArtifactError, DoesNotFitError, EdgeKitError, StorageError, UnsupportedError
 
 TARGET = "ort-cpu"
 CACHE_VARIABLE = "EDGEKIT_CACHE_DIR"
+FILES = "files.json"
 
 logger = logging.getLogger(__name__)
 
@@ -34,66 +43,135 @@ def cache_directory() -> Path:
 
 
 def verify_once(bundle: Bundle) -> None:
-    """Hashes a bundle's files unless the same files, by size and modification time, were found right before.
+    """Hashes a bundle's files unless they are those that were found right before, by size, times and inode.
+
+    The times include the inode's change time, which no program can set: a file that was edited and given its old
+    modification time is hashed again.
 
     Raises:
         CorruptArtifactError: A file's contents are not what the manifest recorded.
     """
-    stamp = cache_directory() / "verified" / hashlib.sha256(str(bundle.path.resolve()).encode()).hexdigest()[:32]
-    state = {"digest": bundle.digest}
-    for name in bundle.manifest.files:
-        status = bundle.file(name).stat()
-        state[name] = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
-    encoded = msgspec.json.encode(state)
-    if stamp.is_file() and stamp.read_bytes() == encoded:
-        return
-    bundle.verify()
-    try:
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_bytes(encoded)
-    except OSError as error:  # a read-only home costs a hash per load, nothing else
-        logger.warning("cannot remember that the bundle was verified: %s", error)
+    _verify_once(bundle.path, bundle.digest, bundle.manifest.files, bundle.verify)
 
 
 def lowered_graph(bundle: Bundle) -> Path:
-    """Returns the graph lowered for ONNX Runtime on this CPU, making it the first time.
+    """Returns the graph lowered for ONNX Runtime on this CPU, making it when there is none or it is damaged.
 
     Args:
         bundle: A verified bundle.
 
     Raises:
+        StorageError: The cache directory cannot be written.
         EdgeKitError: The lowering failed; the error says why.
     """
     directory = cache_directory() / "lowered" / f"{bundle.digest[:32]}-{TARGET}-{_version()}"
-    if not (directory / GRAPH).is_file():
-        logger.info("lowering %s for ONNX Runtime on this CPU (once)", bundle.path)
+    if not _is_whole(directory):
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(directory.with_name(f"{directory.name}.lock")):
+                if not _is_whole(directory):  # nobody has made it in the meantime
+                    logger.info("lowering %s for ONNX Runtime on this CPU (once)", bundle.path)
+                    _make(bundle.file(GRAPH), directory)
         except OSError as error:
             raise StorageError(
-                f"cannot write the cache {str(directory.parent)!r}: {error.strerror}; set ${CACHE_VARIABLE} to a "
-                "directory that can be written"
+                f"cannot write the cache {str(directory.parent)!r}: {error.strerror or error}; set ${CACHE_VARIABLE} "
+                "to a directory that can be written"
             ) from error
-        with staged_directory(directory, force=True) as staging:
-            _run_lowering(bundle.file(GRAPH), staging)
     return directory / GRAPH
 
 
+def _make(graph: Path, directory: Path) -> None:
+    """Lowers a graph into a directory that appears in one rename; the caller holds the lock."""
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    try:
+        _run_lowering(graph, partial)
+        files = {
+            path.name: FileRecord(size=path.stat().st_size, sha256=sha256_file(path)) for path in partial.iterdir()
+        }
+        (partial / FILES).write_bytes(msgspec.json.encode(files))
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _verify_once(directory, directory.name, files, lambda: None)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Says whether a lowered graph is there and as it was written."""
+    try:
+        files = msgspec.json.decode((directory / FILES).read_bytes(), type=dict[str, FileRecord])
+        _verify_once(directory, directory.name, files, lambda: _check(directory, files))
+    except FileNotFoundError:
+        return False
+    except (OSError, msgspec.DecodeError, CorruptArtifactError) as error:
+        logger.warning("the lowered graph in %s cannot be used: %s", directory, error)
+        return False
+    return True
+
+
+def _check(directory: Path, files: dict[str, FileRecord]) -> None:
+    for name, record in files.items():
+        if sha256_file(directory / name) != record.sha256:
+            raise CorruptArtifactError(f"{name} is not what was written")
+
+
+def _verify_once(directory: Path, identity: str, names: Iterable[str], verify: Callable[[], None]) -> None:
+    """Calls `verify` unless it has passed before for the same files of the same directory."""
+    stamp = cache_directory() / "verified" / hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
+    # Taken before the files are read, so that a change meanwhile shows the next time.
+    state = {"identity": identity}
+    for name in names:
+        status = (directory / name).stat()
+        state[name] = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    encoded = msgspec.json.encode(state)
+    try:
+        if stamp.read_bytes() == encoded:
+            return
+    except OSError:
+        logger.debug("no verification is remembered for %s", directory)
+    verify()
+    try:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_bytes(encoded)
+    except OSError as error:  # a read-only home costs a hash per load, nothing else
+        logger.info("cannot remember that %s was verified: %s", directory, error)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Makes other processes wait; the system releases the lock of a process that dies."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _run_lowering(graph: Path, output: Path) -> None:
-    command = [sys.executable, "-m", "edgekit.export.lowering", TARGET, str(graph.absolute()), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "edgekit.export.lowering", TARGET, str(graph.absolute()), str(output.absolute())]
+    try:
+        # Python imports from the current directory first, which may be anybody's: it is the empty output instead.
+        done = subprocess.run(command, cwd=output, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise EdgeKitError(f"lowering {str(graph)!r} failed: cannot start {sys.executable!r}: {error}") from error
     if done.returncode != 0:
         kinds = (UnsupportedError, DoesNotFitError, CorruptArtifactError)
         kind = next((kind for kind in kinds if kind.exit_code == done.returncode), EdgeKitError)
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
-        raise kind(f"lowering {str(graph)!r} failed: {reason}")
+        raise kind(f"lowering {str(graph)!r} failed: {_reason(done)}")
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"killed by {signal.Signals(-done.returncode).name}, perhaps for lack of memory"
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"
 
 
 def _version() -> str:
-    """Identifies the lowering's code and the ONNX Runtime that it is for."""
-    spec = importlib.util.find_spec("edgekit.export.lowering")
+    """Identifies the code that lowers and the ONNX Runtime that it is for."""
+    spec = importlib.util.find_spec("edgekit.export")
     assert spec is not None and spec.submodule_search_locations is not None
     digest = hashlib.sha256(ort.__version__.encode())
-    for source in sorted(Path(spec.submodule_search_locations[0]).glob("*.py")):
+    for source in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

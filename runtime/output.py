@@ -30,7 +30,8 @@ class Timings:
     """Wall-clock times, seconds.
 
     Attributes:
-        first_token_s: From the call to the first token: tokenization, prefill and one step.
+        first_token_s: From the call to the first token: tokenization, waiting for other threads, and prefill; 0
+            when there is none.
         decode_s: From the first token to the last.
         decode_tokens_per_s: Rate of the tokens after the first; 0 when there is only one.
     """

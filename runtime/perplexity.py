@@ -89,7 +89,9 @@ def perplexity(
         total += _window_loss(runner, cache, window)
     loss = total / (count * (window_tokens - 1))
     if not math.isfinite(loss):
-        raise EdgeKitError(f"the model's logits are not finite, so the text has a loss of {loss}; use a higher precision")
+        raise EdgeKitError(
+            f"the model's logits are not finite, so the text has a loss of {loss}; use a higher precision"
+        )
     return PerplexityReport(
         perplexity=math.exp(loss),
         loss=loss,
@@ -125,7 +127,12 @@ def _window_loss(runner: StepRunner, cache: KVCache, window: npt.NDArray[np.int6
 
 
 def _loss(logits: npt.NDArray[np.float32], targets: npt.NDArray[np.int64]) -> float:
-    """Returns the summed negative log-likelihood, nats, of targets (n,) under logits (n, vocab), which it overwrites."""
+    """Returns the summed negative log-likelihood in nats.
+
+    Args:
+        logits: shape (n, vocab), float32; overwritten.
+        targets: Tokens that follow, shape (n,), int64.
+    """
     logits -= logits.max(axis=1, keepdims=True)
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
     totals = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)

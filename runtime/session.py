@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,6 +23,10 @@ class Session:
 
     A generation that was interrupted anywhere, by an exception or a signal, leaves a usable conversation: the
     next one keeps of the cache what it can vouch for.
+
+    Attributes:
+        spec: The decoder.
+        backend: Runs its steps.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, strategy: Strategy) -> None:
@@ -35,11 +38,12 @@ class Session:
             strategy: Proposes what a step computes.
         """
         self.spec = spec
+        self.backend = backend
         self._cache = KVCache(spec)
         self._runner = backend.runner(self._cache)
         self._strategy = strategy
         self._token_ids: list[int] = []
-        self._cancelled = threading.Event()
+        self._cancelled = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -51,13 +55,17 @@ class Session:
         self._forget(0)
 
     def cancel(self) -> None:
-        """Ends the running generation after the current step; may be called from any thread or a signal handler."""
-        self._cancelled.set()
+        """Ends the running generation after the current step, if one runs.
+
+        May be called from any thread or a signal handler.
+        """
+        # A plain flag: a signal handler that sets an Event deadlocks when it interrupts the very thread that clears it.
+        self._cancelled = True
 
     @property
     def cancelled(self) -> bool:
         """Whether the last generation was ended by `cancel`."""
-        return self._cancelled.is_set()
+        return self._cancelled
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> Iterator[SampledToken]:
         """Reads a prompt and yields the tokens that follow, until the context is full or `cancel` is called.
@@ -71,10 +79,10 @@ class Session:
 
         Raises:
             UsageError: The prompt is empty or has an id that the model does not have.
-            DoesNotFitError: The prompt leaves no room in the context.
+            DoesNotFitError: The prompt is longer than the context.
         """
-        self._check_prompt(prompt)
-        self._cancelled.clear()
+        self.check_prompt(prompt)
+        self._cancelled = False
         sampler = Sampler(params, vocab_size=vocab_size)
         token_ids = list(prompt)
         logits = self._prefill(token_ids)
@@ -83,16 +91,36 @@ class Session:
         first = sampler.sample(logits, token_ids)
         token_ids.append(first.token_id)
         yield first
-        while not self._cancelled.is_set() and self._cache.length < self._cache.max_positions:
+        while not self._cancelled and self._cache.length < self._cache.max_positions:
             draft = self._strategy.propose(token_ids)
             self._cache.reserve(1)
             outputs = self._runner.step(draft.step_inputs(self._cache.length))
             accepted = accept(draft, outputs.logits, sampler, token_ids)
-            self._cache.append(outputs.stacks, accepted.nodes)
-            self._token_ids += [int(draft.token_ids[node]) for node in accepted.nodes]
-            for token in accepted.tokens:
+            # A tree knows nothing of the end of the context, where its path is cut.
+            room = self._cache.max_positions - self._cache.length
+            nodes = accepted.nodes[:room]
+            self._cache.append(outputs.stacks, nodes)
+            self._token_ids += [int(draft.token_ids[node]) for node in nodes]
+            for token in accepted.tokens[:room]:
                 token_ids.append(token.token_id)
                 yield token
+
+    def check_prompt(self, prompt: Sequence[object]) -> None:
+        """Refuses what `generate` cannot continue.
+
+        Raises:
+            UsageError: The prompt is empty or has an id that the model does not have.
+            DoesNotFitError: The prompt is longer than the context.
+        """
+        if len(prompt) == 0:
+            raise UsageError("the prompt is empty; give some text or at least one token id")
+        for token in prompt:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < self.spec.vocab_size:
+                raise UsageError(f"token id {token!r} is not in the model's vocabulary of {self.spec.vocab_size}")
+        if len(prompt) > self.spec.max_positions:
+            raise DoesNotFitError(
+                f"the prompt has {len(prompt)} tokens, the model's context {self.spec.max_positions}; shorten it"
+            )
 
     def shared_prefix(self, prompt: Sequence[int]) -> int:
         """Returns how many tokens of a prompt need not be computed again; its last token always is."""
@@ -107,7 +135,7 @@ class Session:
         self._cache.reserve(len(pending))
         logits = None
         for start in range(0, len(pending), PREFILL_CHUNK_TOKENS):
-            if self._cancelled.is_set():
+            if self._cancelled:
                 return None
             chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
             outputs = self._runner.step(causal_step(chunk, self._cache.length, np.array([len(chunk) - 1])))
@@ -115,17 +143,6 @@ class Session:
             self._token_ids += chunk.tolist()
             logits = outputs.logits[0]
         return logits
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise UsageError("the prompt is empty; give at least one token")
-        wrong = next((token for token in prompt if not 0 <= token < self.spec.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"token id {wrong} is not in the model's vocabulary of {self.spec.vocab_size}")
-        if len(prompt) > self.spec.max_positions:
-            raise DoesNotFitError(
-                f"the prompt has {len(prompt)} tokens, the model's context {self.spec.max_positions}; shorten it"
-            )
 
     def _forget(self, length: int) -> None:
         self._cache.truncate(length)

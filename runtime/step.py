@@ -57,9 +57,7 @@ class Backend(Protocol):
         """Starts a conversation that keeps its past in `cache`."""
 
 
-def causal_step(
-    token_ids: npt.NDArray[np.int64], start: int, logit_rows: npt.NDArray[np.int64]
-) -> StepInputs:
+def causal_step(token_ids: npt.NDArray[np.int64], start: int, logit_rows: npt.NDArray[np.int64]) -> StepInputs:
     """A chain of tokens, each of which sees those before it.
 
     Args:

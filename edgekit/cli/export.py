@@ -12,7 +12,7 @@ import click
 
 from edgekit.cli.options import collected, json_option, verbose_option
 from edgekit.cli.output import megabytes, parity_line, print_json, progress_bar, storage_counts, storage_line
-from edgekit.errors import MissingExtraError
+from edgekit.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from edgekit.bundle import Bundle
@@ -36,9 +36,7 @@ _QUANTIZATION = {
     "block_size": click.option(
         "--block-size",
         type=click.Choice([16, 32, 64, 128]),
-        default=32,
-        show_default=True,
-        help="Inputs that share a scale.",
+        help="Inputs that share a scale; 32 unless given.",
     ),
     "keep": click.option(
         "--keep",
@@ -77,6 +75,7 @@ def export(
 
     MODEL is a directory with safetensors, a .gguf file or the id of a Hugging Face repository.
     """
+    chosen = _effective(quantization)
     for package in _EXTRA_PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "export")
@@ -86,7 +85,7 @@ def export(
         from edgekit.export.storage_plan import QuantizationOptions
 
         options = ExportOptions(
-            quantization=QuantizationOptions(**quantization),
+            quantization=QuantizationOptions(**chosen),
             force=force,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -99,6 +98,16 @@ def export(
     click.echo(f"{bundle.path}: {megabytes(bundle.size_bytes)} in {seconds:.1f} s")
     click.echo(f"storage: {storage_line(bundle.manifest.storage)}")
     click.echo(f"parity: {parity_line(bundle.manifest.parity)}")
+
+
+def _effective(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that were given; refuses those of blocks where there are none."""
+    given = {name: value for name, value in quantization.items() if value}
+    for name in ("block_size", "requantize"):
+        if name in given and given["precision"] in ("fp32", "fp16"):
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} has no effect with precision {given['precision']}; use int4 or int8")
+    return given
 
 
 def _result(bundle: Bundle, seconds: float) -> dict[str, Any]:

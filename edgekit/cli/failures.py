@@ -50,21 +50,28 @@ def explain(error: BaseException) -> Failure:
         case BrokenPipeError():  # the reader has seen enough
             return Failure(code="broken_pipe", message="", exit_code=1)
         case click.ClickException():
-            return _failure(UsageError, f"{error.format_message()}{_where_help_is(error)}")
+            return _failure(UsageError, f"{_click_message(error)}{_where_help_is(error)}")
         case MemoryError():
             detail = f": {error}" if str(error) else ""
             return _failure(DoesNotFitError, f"out of memory{detail}; use a smaller model, context or precision")
         case OSError():
             kind = StorageError if error.errno in _REFUSED_WRITES else EdgeKitError
-            place = "" if error.filename is None else f" {error.filename!r}"
-            return _failure(kind, f"the system refused access to{place or ' a file'}: {error.strerror or error}")
+            place = "" if error.filename is None else f" of {error.filename!r}"
+            return _failure(kind, f"input or output{place} failed: {error.strerror or error}")
     return _failure(
-        EdgeKitError, f"unexpected {type(error).__name__}: {error}; run again with --verbose for the traceback"
+        EdgeKitError,
+        f"unexpected {type(error).__name__}: {str(error).strip()}; run again with --verbose for the traceback",
     )
 
 
 def _failure(kind: type[EdgeKitError], message: str) -> Failure:
     return Failure(code=kind.code, message=" ".join(message.split()), exit_code=kind.exit_code)
+
+
+def _click_message(error: click.ClickException) -> str:
+    # Click sorts its guesses by the alphabet, after it has taken the closest ones.
+    close = getattr(error, "possibilities", None)
+    return f"{error.message} Did you mean {close[0]!r}?" if close else error.format_message()
 
 
 def _where_help_is(error: click.ClickException) -> str:

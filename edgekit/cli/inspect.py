@@ -86,26 +86,35 @@ def _part(weight: str) -> str:
 
 
 def _summary(bundle: Bundle, *, verified: bool) -> list[tuple[str, str]]:
-    manifest, spec = bundle.manifest, bundle.manifest.spec
-    source, needs = manifest.source, manifest.minimum_versions
+    """Returns labels and what to say about them."""
+    manifest, needs = bundle.manifest, bundle.manifest.minimum_versions
+    source = manifest.source
     revision = "" if source.revision is None else f" at {source.revision}"
-    attention, mlp = [layer.attention for layer in spec.layers], [layer.mlp for layer in spec.layers]
-    checked = "every file has the recorded sha256" if verified else "not asked for (--verify)"
     return [
         ("bundle", f"{bundle.path}, {megabytes(bundle.size_bytes)}, {bundle.digest[:12]}"),
-        ("verified", checked),
+        ("verified", "every file has the recorded sha256" if verified else "not asked for (--verify)"),
         ("producer", f"{manifest.producer}, schema {manifest.schema_version}"),
         ("source", f"{source.id} ({source.kind}{revision})"),
-        ("model", f"{spec.family}, {len(spec.layers)} layers of width {spec.hidden_size}, {_parameters(spec):,} parameters"),
-        ("attention", f"{_span(a.num_heads for a in attention)} heads, {_span(a.num_kv_heads for a in attention)} KV heads, "
-         f"{_span(a.key_dim for a in attention)} channels per key, {_span(a.value_dim for a in attention)} per value"),
-        ("mlp", f"{_span(m.width for m in mlp)} channels, {', '.join(sorted({m.activation for m in mlp}))}"),
-        ("vocabulary", f"{spec.vocab_size}, head {'tied to the embedding' if spec.tie_word_embeddings else 'of its own'}"),
-        ("context", f"{spec.max_positions} tokens"),
+        *_model(manifest.spec),
         ("storage", storage_line(manifest.storage)),
         ("parity", parity_line(manifest.parity)),
-        ("compression", ", ".join(str(step) for step in manifest.compression) or "none"),
+        ("compression", ", ".join(map(str, manifest.compression)) or "none"),
         ("needs", f"ONNX opset {needs.onnx_opset}, ONNX Runtime {needs.onnxruntime} or TensorRT {needs.tensorrt}"),
+    ]
+
+
+def _model(spec: DecoderSpec) -> list[tuple[str, str]]:
+    attention, mlp = [layer.attention for layer in spec.layers], [layer.mlp for layer in spec.layers]
+    heads, kv_heads = _span(a.num_heads for a in attention), _span(a.num_kv_heads for a in attention)
+    key_dim, value_dim = _span(a.key_dim for a in attention), _span(a.value_dim for a in attention)
+    activations = ", ".join(sorted({m.activation for m in mlp}))
+    head = "tied to the embedding" if spec.tie_word_embeddings else "of its own"
+    return [
+        ("model", f"{spec.family}, {_parameters(spec):,} parameters, {len(spec.layers)} layers of {spec.hidden_size}"),
+        ("attention", f"{heads} heads, {kv_heads} KV heads, {key_dim} channels per key, {value_dim} per value"),
+        ("mlp", f"{_span(m.width for m in mlp)} channels, {activations}"),
+        ("vocabulary", f"{spec.vocab_size} tokens, head {head}"),
+        ("context", f"{spec.max_positions} tokens"),
     ]
 
 

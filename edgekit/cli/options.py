@@ -78,7 +78,7 @@ def collected(parameter: str, options: Mapping[str, Decorator]) -> Decorator:
             command(**{parameter: chosen}, **values)
 
         decorated: Function = collect
-        for option in reversed(options.values()):
+        for option in reversed(list(options.values())):
             decorated = option(decorated)
         return decorated
 

@@ -1,0 +1,1 @@
+"""The portable graph, built from a spec and stored weights."""

@@ -1,8 +1,8 @@
 """Causal self-attention in two parts: over the cache, which is only read, and over the new tokens.
 
-    heads       q_proj [B, S, H·dk] ─▶ [B, S, H, dk] ─▶ (q_norm) ─▶ [B, H, S, dk] ─▶ rope ─▶ × scale ─▶ q [B, KV, G·S, dk]
-                k_proj [B, S, KV·dk] ─▶ … ─▶ (k_norm) ─▶ [B, KV, S, dk] ─▶ rope ─▶ Transpose ─▶ new_key [B, KV, dk, S]
-                v_proj [B, S, KV·dv] ─▶ [B, S, KV, dv] ─▶ Transpose ─▶ new_value [B, KV, S, dv]
+    heads     q_proj [B, S, H·dk] ─▶ [B, S, H, dk] ─▶ (q_norm) ─▶ [B, H, S, dk] ─▶ rope ─▶ × scale ─▶ q [B, KV, G·S, dk]
+              k_proj [B, S, KV·dk] ─▶ … ─▶ (k_norm) ─▶ [B, KV, S, dk] ─▶ rope ─▶ Transpose ─▶ new_key [B, KV, dk, S]
+              v_proj [B, S, KV·dv] ─▶ [B, S, KV, dv] ─▶ Transpose ─▶ new_value [B, KV, S, dv]
 
     attention               q ─────┬──────────────┐
                                    ▼              ▼

@@ -130,7 +130,7 @@ class GraphBuilder:
         value.shape = ir.Shape(shape)
         self.graph.outputs.append(value)
 
-    def _register(self, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
+    def _register(self, tensor: ir.Tensor[Any] | ir.ExternalTensor) -> ir.Value:
         value = ir.val(tensor.name, tensor.dtype, tensor.shape, const_value=tensor)
         self.graph.register_initializer(value)
         return value

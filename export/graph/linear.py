@@ -12,7 +12,6 @@ points, which TensorRT refuses. Padding and block sums are made once per input a
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from edgekit.export.graph.builder import GraphBuilder
@@ -89,9 +88,7 @@ def wide(g: GraphBuilder, parts: list[ir.Value], weight: StoredWeight) -> ir.Val
     if not weight.storage.quantized:
         return parts[0] if weight.storage.precision == "fp32" else g.op("Cast", parts[0], attributes=to_float)
     scale = g.op("Cast", parts[1], attributes=to_float)
-    return g.op(
-        "DequantizeLinear", parts[0], scale, attributes={"axis": 0, "block_size": weight.storage.block_size}
-    )
+    return g.op("DequantizeLinear", parts[0], scale, attributes={"axis": 0, "block_size": weight.storage.block_size})
 
 
 def embedding(g: GraphBuilder, input_ids: ir.Value, weight: StoredWeight) -> ir.Value:
@@ -130,4 +127,3 @@ def embedding(g: GraphBuilder, input_ids: ir.Value, weight: StoredWeight) -> ir.
         y = g.op("Reshape", tokens, shape)
         outputs.append(y)
     return y
-

@@ -1,8 +1,9 @@
 """Feed-forward networks.
 
-    gated     x ─┬─▶ gate_proj ─▶ act ─┐
-                 └─▶ up_proj ─────────▶ Mul ─▶ down_proj
-    plain     x ───▶ up_proj ─▶ act ─────────▶ down_proj
+gated     x ─┬─▶ gate_proj ─▶ act ─┐
+             └─▶ up_proj ─────────▶ Mul ─▶ down_proj
+
+plain     x ───▶ up_proj ─▶ act ─────────▶ down_proj
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from edgekit.bundle import GRAPH, GRAPH_DATA
-from edgekit.errors import UnsupportedError, one_of
+from edgekit.errors import StorageError, UnsupportedError, one_of
 from edgekit.export.lowering import ort_cpu
 from edgekit.export.lowering.blocks import LowerBlock, lower
 
@@ -28,11 +28,14 @@ def lower_graph(graph: Path, target: str, output: Path) -> None:
         output: Where the new model.onnx and its data file go.
 
     Raises:
-        UnsupportedError: There is no such target.
+        UnsupportedError: There is no such target, or it has no lowering for a part of the graph.
         StorageError: The disk refused a write.
     """
     if target not in TARGETS:
         raise UnsupportedError(f"lowering target {one_of(target, TARGETS)}")
     lowered, data = lower(ir.load(graph), TARGETS[target], GRAPH_DATA)
     data.write(output, lambda *_: None)
-    ir.save(lowered, output / GRAPH)
+    try:
+        ir.save(lowered, output / GRAPH)
+    except OSError as error:
+        raise StorageError(f"cannot write {str(output / GRAPH)!r}: {error.strerror or error}") from error

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from edgekit.errors import UnsupportedError, one_of
 from edgekit.export.data_file import Arrays, DataFile, Part
 from edgekit.export.graph.builder import BLOCK_ID, BLOCK_RECORD, GraphBuilder
 
@@ -144,6 +145,9 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
 
     Returns:
         The new model and its data file, still to be written.
+
+    Raises:
+        UnsupportedError: The table lacks a kind of block.
     """
     source = model.graph
     g = GraphBuilder(source.name or "decoder")
@@ -160,10 +164,16 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
         elif name not in done:
             done.add(name)
             block = state.blocks[name]
+            if block.kind not in table:
+                raise UnsupportedError(
+                    f"block {one_of(block.kind, table)}; the bundle is newer: pip install -U edgekit"
+                )
             with g.scope(name):
                 table[block.kind](state, block)
     order = {value.name: index for index, value in enumerate(source.outputs)}
-    g.graph.outputs.sort(key=lambda value: order[value.name])
+    outputs = sorted(g.graph.outputs, key=lambda value: order[value.name])
+    g.graph.outputs.clear()
+    g.graph.outputs.extend(outputs)
     lowered = ir.Model(g.graph, ir_version=model.ir_version, producer_name=model.producer_name)
     RemoveUnusedNodesPass()(lowered)
     return lowered, state.data

@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from edgekit import contract
 from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering
-from edgekit.export.lowering.packing import packed, vectors, widened
+from edgekit.export.lowering.packing import dimension, packed, vectors, widened
 
 FLOAT = ir.DataType.FLOAT.value
 MS = "com.microsoft::"
@@ -102,10 +102,9 @@ def _matmul_nbits(
 ) -> ir.Value:
     g, columns, size = state.g, int(block.attributes["columns"]), int(block.attributes["block_size"])
     matrix = packed(state, matrices, size)
-    assert matrix.codes.shape is not None
     attributes = {
         "K": columns,
-        "N": int(matrix.codes.shape[0]),
+        "N": dimension(matrix.codes, 0),
         "bits": 4 if block.attributes["precision"] == "int4" else 8,
         "block_size": size,
         "accuracy_level": INT8_ACTIVATIONS,
@@ -169,7 +168,7 @@ def _heads(state: Lowering, block: Block) -> None:
     """
     g, a = state.g, block.attributes
     query, key, value, cos, sin, query_norm, key_norm = block.inputs
-    assert cos is not None and sin is not None
+    assert query is not None and key is not None and value is not None and cos is not None and sin is not None
     num_heads, kv, width = a["num_heads"], a["num_kv_heads"], a["key_dim"]
     merged = state.merged.get((query, key, value))
     if merged is not None and width == a["value_dim"]:

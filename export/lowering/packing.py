@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from edgekit.export.data_file import Part
 from edgekit.export.lowering.blocks import Lowering
 from edgekit.export.weights import unpack_int4
 
@@ -41,13 +42,14 @@ def packed(state: Lowering, matrices: Sequence[StoredParts], block_size: int) ->
         matrices: The (codes, scale[, offset]) of each matrix; all of one format and one K.
         block_size: Inputs that share a scale.
     """
-    codes_shape, bits = matrices[0][0].shape, 4 if matrices[0][0].dtype == ir.DataType.INT4 else 8
-    assert codes_shape is not None
-    rows = sum(_columns(parts[0]) for parts in matrices)
-    blocks = int(codes_shape[0]) // block_size
+    first, bits = matrices[0][0], 4 if matrices[0][0].dtype == ir.DataType.INT4 else 8
+    rows = sum(dimension(parts[0], -1) for parts in matrices)
+    blocks = dimension(first, 0) // block_size
     name = _name([parts[0] for parts in matrices])
-    shapes = [(f"{name}.nbits", ir.DataType.UINT8, (rows, blocks, block_size * bits // 8))]
-    shapes.append((f"{name}.nbits_scale", ir.DataType.FLOAT, (rows, blocks)))
+    shapes: list[Part] = [
+        (f"{name}.nbits", ir.DataType.UINT8, (rows, blocks, block_size * bits // 8)),
+        (f"{name}.nbits_scale", ir.DataType.FLOAT, (rows, blocks)),
+    ]
     if len(matrices[0]) == 3:
         shapes.append((f"{name}.nbits_offset", ir.DataType.FLOAT, (blocks, rows)))
 
@@ -63,18 +65,16 @@ def packed(state: Lowering, matrices: Sequence[StoredParts], block_size: int) ->
 
 def widened(state: Lowering, matrices: Sequence[StoredParts]) -> ir.Value:
     """Concatenates fp32 or fp16 matrices [K, N] along N as fp32."""
-    shape = matrices[0][0].shape
-    assert shape is not None
-    columns = sum(_columns(parts[0]) for parts in matrices)
+    columns = sum(dimension(parts[0], -1) for parts in matrices)
     name = _name([parts[0] for parts in matrices])
-    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (int(shape[0]), columns))]
+    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (dimension(matrices[0][0], 0), columns))]
     return state.weights(name, whole, lambda: [np.concatenate([_floats(parts[0]) for parts in matrices], axis=1)])[0]
 
 
 def vectors(state: Lowering, values: Sequence[ir.Value]) -> ir.Value:
     """Concatenates fp32 vectors."""
     name = _name(values)
-    length = sum(_columns(value) for value in values)
+    length = sum(dimension(value, -1) for value in values)
     load = lambda: [np.concatenate([_floats(value) for value in values])]  # noqa: E731 - a name would say no more
     return state.weights(name, [(f"{name}.fp32", ir.DataType.FLOAT, (length,))], load)[0]
 
@@ -83,15 +83,15 @@ def _packed_codes(value: ir.Value, block_size: int, bits: int) -> npt.NDArray[np
     """Returns shape (N, Kp / b, b · bits / 8): codes along K, shifted so that they are unsigned."""
     codes = np.ascontiguousarray(_codes(value).T).view(np.uint8) + np.uint8(1 << (bits - 1))
     if bits == 4:
-        codes &= 0x0F
-        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        codes &= np.uint8(0x0F)
+        codes = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
     return codes.reshape(codes.shape[0], -1, block_size * bits // 8)
 
 
 def _codes(value: ir.Value) -> npt.NDArray[np.int8]:
     tensor = value.const_value
     assert tensor is not None
-    shape = tuple(int(size) for size in tensor.shape)
+    shape = tuple(tensor.shape.numpy())
     if tensor.dtype == ir.DataType.INT4:
         return unpack_int4(np.frombuffer(tensor.tobytes(), np.uint8), shape)
     return np.frombuffer(tensor.tobytes(), np.int8).reshape(shape)
@@ -102,9 +102,12 @@ def _floats(value: ir.Value) -> npt.NDArray[np.float32]:
     return value.const_value.numpy().astype(np.float32)
 
 
-def _columns(value: ir.Value) -> int:
+def dimension(value: ir.Value, axis: int) -> int:
+    """Returns the size of a value of known shape along an axis."""
     assert value.shape is not None
-    return int(value.shape[-1])
+    size = value.shape[axis]
+    assert isinstance(size, int)
+    return size
 
 
 def _name(values: Sequence[ir.Value]) -> str:

@@ -16,12 +16,14 @@ import onnxruntime as ort
 
 from edgekit import contract
 from edgekit.errors import CorruptArtifactError
-from edgekit.runtime.cache import KVCache, LayerStack
+from edgekit.runtime.cache import CacheArrays, KVCache, LayerStack
 from edgekit.runtime.step import StepInputs, StepOutputs
 from edgekit.spec import DecoderSpec
 
-# Bindings for this many kinds of step (tokens, rows) are kept per conversation.
+# Arrays for this many kinds of step (tokens, rows) are kept per conversation, the most recently used ones. Those of a
+# step over more tokens, a chunk of a prompt, go with the next step of another kind: they are large, and soon made.
 MAX_BINDINGS = 4
+MAX_KEPT_TOKENS = 64
 
 
 class OnnxRuntimeCpu:
@@ -49,7 +51,8 @@ class OnnxRuntimeCpu:
         try:
             self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the C API's errors share no narrower base
-            raise CorruptArtifactError(f"ONNX Runtime cannot load {str(graph)!r}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise CorruptArtifactError(f"ONNX Runtime cannot load {str(graph)!r}: {reason}") from error
         self.spec = spec
 
     def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
@@ -61,7 +64,7 @@ class OnnxRuntimeCpu:
 class _Binding:
     """Arrays of one kind of step and the session's pointers to them."""
 
-    generation: int
+    past: CacheArrays
     io: ort.IOBinding
     token_ids: npt.NDArray[np.int64]
     position_ids: npt.NDArray[np.int64]
@@ -82,17 +85,7 @@ class OnnxRuntimeRunner:
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Runs one step; see `edgekit.runtime.step.StepRunner`."""
-        key = (len(inputs.token_ids), len(inputs.logit_rows))
-        binding = self._bindings.get(key)
-        if binding is None or binding.generation != self._cache.generation:
-            # Arrays of an older cache are let go before new ones are made.
-            self._bindings = {
-                other: bound
-                for other, bound in list(self._bindings.items())[1 - MAX_BINDINGS :]
-                if other != key and bound.generation == self._cache.generation
-            }
-            del binding
-            binding = self._bindings[key] = self._bind(*key)
+        binding = self._binding((len(inputs.token_ids), len(inputs.logit_rows)))
         binding.token_ids[0] = inputs.token_ids
         binding.position_ids[0] = inputs.position_ids
         binding.new_bias[0, 0] = inputs.new_bias
@@ -100,11 +93,27 @@ class OnnxRuntimeRunner:
         self._session.run_with_iobinding(binding.io)
         return binding.outputs
 
+    def _binding(self, kind: tuple[int, int]) -> _Binding:
+        """Returns the arrays for a kind of step; what is not kept is let go before new ones are made."""
+        past, binding = self._cache.arrays, self._bindings.pop(kind, None)
+        self._bindings = dict(
+            [
+                (other, bound)
+                for other, bound in self._bindings.items()
+                if bound.past is past and other[0] <= MAX_KEPT_TOKENS
+            ][1 - MAX_BINDINGS :]
+        )
+        if binding is None or binding.past is not past:
+            binding = None
+            binding = self._bind(*kind)
+        self._bindings[kind] = binding
+        return binding
+
     def _bind(self, tokens: int, rows: int) -> _Binding:
         io = self._session.io_binding()
         cache = self._cache
         binding = _Binding(
-            generation=cache.generation,
+            past=cache.arrays,
             io=io,
             token_ids=np.zeros((1, tokens), np.int64),
             position_ids=np.zeros((1, tokens), np.int64),

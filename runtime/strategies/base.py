@@ -74,9 +74,7 @@ class Strategy(Protocol):
         """Returns a tree whose root is the last of `token_ids`, the conversation so far."""
 
 
-def accept(
-    draft: Draft, logits: npt.NDArray[np.float32], sampler: Sampler, token_ids: Sequence[int]
-) -> Accepted:
+def accept(draft: Draft, logits: npt.NDArray[np.float32], sampler: Sampler, token_ids: Sequence[int]) -> Accepted:
     """Follows the sampler down the tree.
 
     Args:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 from tokenizers import (
@@ -19,9 +21,22 @@ from tokenizers import (
     Tokenizer as Backend,
 )
 
+from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.llm import LLM
+from edgekit.runtime.lowered import CACHE_VARIABLE, lowered_graph
+from edgekit.runtime.step import Backend as StepBackend
+from edgekit.runtime.step import StepInputs, StepOutputs, StepRunner
 from edgekit.runtime.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from edgekit.bundle import Bundle
+
 Load: TypeAlias = Callable[[Backend], Tokenizer]
+TinyBundle: TypeAlias = Callable[..., "Bundle"]
+ExportChanged: TypeAlias = Callable[..., "Bundle"]
+TinyBackend: TypeAlias = Callable[..., OnnxRuntimeCpu]
+Greedy: TypeAlias = Callable[..., list[int]]
 
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. It's 12:30, and the dog doesn't care!",
@@ -138,3 +153,117 @@ def _edited(backend: Backend, edit: Callable[[dict[str, Any]], None]) -> Backend
     content = json.loads(backend.to_str())
     edit(content["model"])
     return Backend.from_str(json.dumps(content))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps lowered graphs and remembered verifications out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def export_changed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Any) -> ExportChanged:
+    """Exports a variant after changes: `files` maps names of JSON files to their new fields, or texts to write."""
+    from edgekit.export.exporter import ExportOptions, export_bundle
+    from edgekit.export.storage_plan import QuantizationOptions
+
+    def export(variant: str, precision: Any = "fp32", files: Mapping[str, Any] | None = None) -> Bundle:
+        directory = tmp_path_factory.mktemp("changed")
+        shutil.copytree(tiny_checkpoint(variant), directory / "checkpoint")
+        for name, change in (files or {}).items():
+            file = directory / "checkpoint" / name
+            content = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
+            file.write_text(content, encoding="utf-8")
+        options = ExportOptions(quantization=QuantizationOptions(precision=precision))
+        return export_bundle(directory / "checkpoint", directory / "model.edge", options, lambda *_: None)
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(export_changed: ExportChanged) -> TinyBundle:
+    """A variant's bundle, made once: ``tiny_bundle("qwen3")``, ``tiny_bundle("llama", "int4")``. Do not change it."""
+    made: dict[tuple[str, str], Bundle] = {}
+
+    def make(variant: str = "llama", precision: str = "fp32") -> Bundle:
+        if (variant, precision) not in made:
+            made[variant, precision] = export_changed(variant, precision)
+        return made[variant, precision]
+
+    return make
+
+
+@pytest.fixture
+def tiny_llm(tiny_bundle: TinyBundle) -> LLM:
+    """A tiny Llama in fp32, nothing generated yet."""
+    return LLM(tiny_bundle().path, threads=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_backend(tiny_bundle: TinyBundle) -> TinyBackend:
+    """A variant in ONNX Runtime, lowered and loaded once."""
+    made: dict[tuple[str, ...], OnnxRuntimeCpu] = {}
+
+    def make(*variant: str) -> OnnxRuntimeCpu:
+        if variant not in made:
+            bundle = tiny_bundle(*variant)
+            made[variant] = OnnxRuntimeCpu(lowered_graph(bundle), bundle.manifest.spec, 1)
+        return made[variant]
+
+    return make
+
+
+@dataclass
+class Watched:
+    """A backend that notes what it is asked to compute, after calling `before`, which may raise."""
+
+    backend: StepBackend
+    steps: list[StepInputs] = field(default_factory=list)
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
+
+    def runner(self, cache: KVCache) -> StepRunner:
+        return _WatchedRunner(self, self.backend.runner(cache))
+
+
+@dataclass
+class _WatchedRunner:
+    watched: Watched
+    inner: StepRunner
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        self.watched.before()
+        self.watched.steps.append(inputs)
+        outputs = self.inner.step(inputs)
+        self.watched.after()
+        return outputs
+
+
+@pytest.fixture
+def watched(tiny_backend: TinyBackend) -> Watched:
+    """The tiny Llama, watched."""
+    return Watched(tiny_backend("llama"))
+
+
+@pytest.fixture(scope="session")
+def greedy(tiny_checkpoint: Any, hugging_face: Any) -> Greedy:
+    """The tokens that Hugging Face's `generate` adds to a prompt: ``greedy("llama", prompt, 20)``."""
+
+    def generate(variant: str, prompt: list[int], count: int) -> list[int]:
+        import torch
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(
+            max_new_tokens=count, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        )
+        with torch.no_grad():
+            done = hugging_face(tiny_checkpoint(variant)).generate(torch.tensor([prompt]), generation_config=config)
+        best = torch.stack(done.logits).topk(2).values
+        margin = float((best[..., 0] - best[..., 1]).min())
+        assert margin > 2e-4, f"rounding may decide a token of this prompt (margin {margin:g}): take another one"
+        tokens: list[int] = done.sequences[0, len(prompt) :].tolist()
+        return tokens
+
+    return generate

@@ -1,0 +1,258 @@
+"""The KV cache against a plain list of tokens."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekit.contract import MASKED
+from edgekit.errors import DoesNotFitError
+from edgekit.rope import RopeSpec
+from edgekit.runtime import cache as module
+from edgekit.runtime.cache import KVCache, LayerStack, layer_stacks
+from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+
+Shape = tuple[int, int, int]
+"""KV heads, channels of a key, channels of a value."""
+
+UNIFORM: tuple[Shape, ...] = ((2, 4, 4),) * 3
+# Shapes that return after another one, and keys and values of different width.
+MIXED: tuple[Shape, ...] = ((2, 4, 4), (1, 4, 4), (2, 4, 4), (1, 6, 2), (2, 2, 6), (1, 4, 4))
+
+
+def _spec(shapes: tuple[Shape, ...], max_positions: int = 1000) -> DecoderSpec:
+    norm = NormSpec(kind="rms", epsilon=1e-5)
+    layers = tuple(
+        LayerSpec(
+            attention=AttentionSpec(
+                num_heads=heads,
+                num_kv_heads=heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                scale=1.0,
+                qkv_bias=False,
+                o_bias=False,
+                rope=RopeSpec(theta=1e4, rotary_dim=2),
+            ),
+            mlp=MlpSpec(width=8, activation="silu", gated=True, bias=False),
+            norm=norm,
+        )
+        for heads, key_dim, value_dim in shapes
+    )
+    return DecoderSpec(
+        family="llama",
+        hidden_size=8,
+        vocab_size=10,
+        max_positions=max_positions,
+        layers=layers,
+        norm=norm,
+        tie_word_embeddings=True,
+    )
+
+
+def _step(spec: DecoderSpec, tags: list[int]) -> tuple[LayerStack, ...]:
+    """New rows of tokens that are told apart by a number; no two numbers of one token are the same."""
+    stacks = layer_stacks(spec, len(tags))
+    for stack in stacks:
+        for place, layer in enumerate(stack.layers):
+            stack.keys[place], stack.values[place] = (np.stack(rows, axis) for rows, axis in _rows(stack, layer, tags))
+    return stacks
+
+
+def _rows(stack: LayerStack, layer: int, tags: list[int]) -> list[tuple[list[Any], int]]:
+    shape = stack.shape
+    keys = [tag + _pattern(layer, 0, shape.num_kv_heads, shape.key_dim) for tag in tags]
+    values = [tag + _pattern(layer, 1, shape.num_kv_heads, shape.value_dim) for tag in tags]
+    return [(keys, -1), (values, -2)]
+
+
+def _pattern(layer: int, kind: int, heads: int, width: int) -> Any:
+    return (np.arange(heads * width).reshape(heads, width) / 64 + kind / 2 + 1000 * layer).astype(np.float32)
+
+
+def _held(cache: KVCache) -> list[int]:
+    """The numbers of the tokens in live slots, sorted, after checking every value of theirs."""
+    slots = np.flatnonzero(cache.past_bias[0, 0, 0] == 0)
+    assert set(np.unique(cache.past_bias)) <= {np.float32(0), np.float32(MASKED)}
+    first = cache.stacks[0]
+    tags = first.keys[0][0, 0, slots].astype(int) - 1000 * first.layers[0]
+    for stack in cache.stacks:
+        for place, layer in enumerate(stack.layers):
+            for (rows, axis), array in zip(_rows(stack, layer, tags.tolist()), (stack.keys, stack.values), strict=True):
+                found = np.take(array[place], slots, axis)
+                np.testing.assert_array_equal(found, np.stack(rows, axis) if rows else found[:0].reshape(found.shape))
+    return sorted(tags.tolist())
+
+
+@pytest.mark.parametrize("shapes", [UNIFORM, MIXED])
+def test_layers_of_one_head_shape_share_arrays(shapes: tuple[Shape, ...]) -> None:
+    stacks = layer_stacks(_spec(shapes), 5)
+    assert len(stacks) == len(set(shapes))
+    assert sorted(layer for stack in stacks for layer in stack.layers) == list(range(len(shapes)))
+    for stack in stacks:
+        for layer in stack.layers:
+            heads, key_dim, value_dim = shapes[layer]
+            assert stack.keys.shape == (len(stack.layers), heads, key_dim, 5)
+            assert stack.values.shape == (len(stack.layers), heads, 5, value_dim)
+        assert stack.keys.dtype == stack.values.dtype == np.float32
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("shapes", [UNIFORM, MIXED])
+def test_random_operations_do_what_they_do_to_a_list(
+    shapes: tuple[Shape, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
+    spec, random = _spec(shapes, max_positions=150), np.random.default_rng(seed)
+    cache, model, next_tag = KVCache(spec), list[int](), 1
+    for _ in range(70):
+        match random.integers(4):
+            case 0:
+                length = int(random.integers(len(model) + 1))
+                cache.truncate(length)
+                del model[length:]
+            case 1:
+                cache.reserve(int(random.integers(min(20, 151 - len(model)))))
+            case _:
+                tags = list(range(next_tag, next_tag + int(random.integers(1, 12))))
+                next_tag += len(tags)
+                # As after a draft tree: some of the rows, in order.
+                rows = [row for row in range(len(tags)) if random.random() < 0.7][: 150 - len(model)]
+                cache.append(_step(spec, tags), rows)
+                model += [tags[row] for row in rows]
+        assert cache.length == len(model) <= cache.capacity <= 150
+        assert cache.past_bias.shape == (1, 1, 1, cache.capacity)
+        assert _held(cache) == sorted(model)
+    assert next_tag < 1000
+
+
+@pytest.mark.parametrize(("rows", "first"), [([3, 0, 2], [1, 4]), ([0, 2, 1, 3], [1, 3])])
+def test_rows_may_be_kept_in_any_order(rows: list[int], first: list[int]) -> None:
+    spec = _spec(MIXED)
+    cache = KVCache(spec)
+    cache.append(_step(spec, [1, 2, 3, 4]), rows)
+    cache.truncate(2)
+    assert _held(cache) == first
+
+
+def test_slots_need_not_be_consecutive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
+    spec = _spec(MIXED)
+    cache = KVCache(spec)
+    cache.append(_step(spec, [1, 2, 3, 4, 5, 6]), range(6))
+    cache._slots = cache._slots[[5, 1, 3]]  # as an eviction would leave it
+    cache.truncate(3)
+    assert _held(cache) == [2, 4, 6]
+    cache.append(_step(spec, [7, 8, 9, 10]), range(4))
+    assert _held(cache) == [2, 4, 6, 7, 8, 9, 10]
+    assert cache.capacity == 8
+    cache.append(_step(spec, [11, 12]), range(2))
+    assert cache.capacity == 16
+    assert _held(cache) == [2, 4, 6, 7, 8, 9, 10, 11, 12]
+    cache.truncate(4)
+    assert _held(cache) == [2, 4, 6, 7]
+
+
+def test_the_bias_is_derived_from_the_map() -> None:
+    spec = _spec(UNIFORM)
+    cache = KVCache(spec)
+    cache.append(_step(spec, [1, 2, 3]), range(3))
+    cache.past_bias[:] = 0  # whatever it was
+    cache.truncate(2)
+    assert _held(cache) == [1, 2]
+
+
+def test_capacity_grows_in_buckets_by_an_eighth_at_least_and_no_further_than_the_context() -> None:
+    spec = _spec(UNIFORM, max_positions=2100)
+    cache = KVCache(spec)
+    seen = [cache.capacity]
+    for tag in range(1, 2101):
+        cache.append(_step(spec, [tag]), [0])
+        if cache.capacity != seen[-1]:
+            assert tag == seen[-1] + 1, "it grows no earlier than it must"
+            seen.append(cache.capacity)
+    assert seen[:3] == [128, 256, 384]
+    assert seen[-1] == 2100
+    assert all(after % 128 == 0 and before * 9 / 8 <= after for before, after in zip(seen, seen[1:-1], strict=False))
+    assert cache.length == 2100
+
+
+def test_a_prompt_gets_its_slots_at_once() -> None:
+    cache = KVCache(_spec(UNIFORM, max_positions=2000))
+    cache.reserve(700)
+    assert cache.capacity == 768
+    assert cache.length == 0
+    assert _held(cache) == []
+
+
+def test_a_context_smaller_than_a_bucket_gets_no_more_slots_than_it_has() -> None:
+    cache = KVCache(_spec(UNIFORM, max_positions=40))
+    assert cache.capacity == 40
+    assert cache.size_bytes == 3 * 2 * (4 + 4) * 40 * 4
+
+
+@pytest.mark.parametrize("how", ["reserve", "append"])
+def test_more_tokens_than_the_context_are_refused_and_change_nothing(how: str) -> None:
+    spec = _spec(UNIFORM, max_positions=10)
+    cache = KVCache(spec)
+    cache.append(_step(spec, list(range(1, 9))), range(8))
+    with pytest.raises(DoesNotFitError, match="11 tokens are more than the model's context of 10"):
+        cache.reserve(3) if how == "reserve" else cache.append(_step(spec, [20, 21, 22]), range(3))
+    assert _held(cache) == list(range(1, 9))
+    cache.append(_step(spec, [9, 10]), range(2))
+    assert _held(cache) == list(range(1, 11))
+
+
+class _Interruption:
+    """Raises KeyboardInterrupt before the n-th instruction that the cache's module runs."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> _Interruption | None:
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def _interrupted(cache: KVCache, spec: DecoderSpec, at: int) -> int:
+    """Appends with growth, forgets a part and appends again; returns the instructions that were left to run."""
+    interruption, before = _Interruption(at), sys.gettrace()
+    steps = _step(spec, [5, 6, 7, 8, 9, 10, 11]), _step(spec, [12, 13])
+    try:
+        sys.settrace(interruption)
+        cache.append(steps[0], range(7))
+        cache.truncate(4)
+        cache.append(steps[1], [1])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return interruption.left
+
+
+def test_an_interruption_before_any_instruction_loses_nothing_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
+    spec = _spec(MIXED[:2])
+    at, done = 1, False
+    while not done:
+        cache = KVCache(spec)
+        cache.append(_step(spec, [1, 2, 3, 4]), range(4))
+        done = _interrupted(cache, spec, at) > 0
+        cache.truncate(min(cache.length, 4))
+        assert _held(cache) == [1, 2, 3, 4]
+        # And it is as good as new.
+        cache.append(_step(spec, list(range(20, 34))), range(14))
+        assert _held(cache) == [1, 2, 3, 4, *range(20, 34)]
+        assert all(stack.keys.shape[-1] == stack.values.shape[-2] == cache.capacity for stack in cache.stacks)
+        at += 1
+    assert at > 500
