@@ -30,6 +30,7 @@ FORMATS: dict[str, list[str]] = {
     "int8 symmetric, requantized": ["--precision", "int8", "--scheme", "symmetric", "--requantize"],
     "int4 symmetric, requantized": ["--precision", "int4", "--scheme", "symmetric", "--requantize"],
 }
+# A process of its own, as the formats get, so that memory peaks compare.
 WORKER = """
 import json, resource, sys, time
 import torch
@@ -99,9 +100,7 @@ def main(model: str, text: str, windows: int, threads: int, rounds: int, output:
         for name, options in FORMATS.items():
             bundle = str(Path(folder) / f"{name.replace(' ', '-').replace(',', '')}.edge")
             exported = edgekit("export", model, bundle, *options)
-            quality = edgekit(
-                "eval", bundle, "--text", text, "--windows", str(windows), "--threads", str(threads)
-            )
+            quality = edgekit("eval", bundle, "--text", text, "--windows", str(windows), "--threads", str(threads))
             results[name] = {"bundle": bundle, "export": exported, "quality": quality, "speed": []}
         peer: list[dict[str, Any]] = []
         for _ in range(rounds):
@@ -118,8 +117,19 @@ def main(model: str, text: str, windows: int, threads: int, rounds: int, output:
 def report(results: dict[str, dict[str, Any]], peer: dict[str, float], threads: int, windows: int) -> None:
     """Prints the table, with speeds as ratios to transformers in this run too."""
     click.echo(f"{date.today()}, {platform.processor() or platform.machine()}, {threads} threads, {windows} windows\n")
-    click.echo("| format | MB | perplexity | KL at export | decode tg128 | × transformers | prefill pp512 | × | peak MB |")
-    click.echo("|---|---|---|---|---|---|---|---|---|")
+    columns = (
+        "format",
+        "MB",
+        "perplexity",
+        "KL at export",
+        "tg128",
+        "× transformers",
+        "pp512",
+        "× transformers",
+        "peak MB",
+    )
+    click.echo(f"| {' | '.join(columns)} |")
+    click.echo("|---" * len(columns) + "|")
     rows = [("transformers fp32", None, peer)]
     rows += [(name, result, rates(result["speed"])) for name, result in results.items()]
     for name, result, speed in rows:

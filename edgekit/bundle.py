@@ -77,6 +77,19 @@ class MinimumVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tensorrt: str
 
 
+class GenerationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Contents of generation.json.
+
+    Attributes:
+        special_tokens: Texts of the special tokens by the names that chat templates use, such as ``eos_token``.
+        defaults: Sampling defaults and token ids as the model's authors published them, for information: EdgeKit
+            decodes greedily unless told otherwise.
+    """
+
+    special_tokens: dict[str, str]
+    defaults: dict[str, Any]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Contents of manifest.json.
 
@@ -134,6 +147,17 @@ class Bundle:
     def read_text(self, name: str) -> str | None:
         """Returns a listed text file, or None when the bundle has no such file."""
         return self.file(name).read_text(encoding="utf-8") if name in self.manifest.files else None
+
+    def generation(self) -> GenerationRecord:
+        """Returns generation.json.
+
+        Raises:
+            CorruptArtifactError: It is malformed.
+        """
+        try:
+            return msgspec.json.decode(self.file(GENERATION).read_bytes(), type=GenerationRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptArtifactError(f"{GENERATION} of bundle {str(self.path)!r} is not valid: {error}") from error
 
     @property
     def size_bytes(self) -> int:

@@ -25,6 +25,7 @@ from edgekit.bundle import (
     Bundle,
     CacheGroup,
     FileRecord,
+    GenerationRecord,
     Manifest,
     MinimumVersions,
     ParityRecord,
@@ -130,9 +131,6 @@ def _store(data: DataFile, checkpoint: Checkpoint, name: str, shape: tuple[int, 
     def load() -> npt.NDArray[np.float32] | QuantizedBlocks:
         weight = checkpoint.tensor(name)
         if isinstance(weight, QuantizedBlocks):
-            for part in (weight.scale, weight.offset):
-                if part is not None:
-                    check_range(name, part, storage)
             if keeps_blocks(weight, storage):
                 return weight
             weight = weight.dequantize()
@@ -148,7 +146,8 @@ def _write_text_files(checkpoint: Checkpoint, directory: Path) -> None:
     files = checkpoint.save_tokenizer(directory)
     if files.chat_template is not None:
         (directory / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")
-    (directory / GENERATION).write_bytes(msgspec.json.format(msgspec.json.encode(files.generation), indent=1))
+    generation = GenerationRecord(special_tokens=files.special_tokens, defaults=files.generation)
+    (directory / GENERATION).write_bytes(msgspec.json.format(msgspec.json.encode(generation), indent=1))
 
 
 def _check_parity(

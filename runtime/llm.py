@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
@@ -21,6 +23,8 @@ from edgekit.runtime.session import Session
 from edgekit.runtime.stopping import StopChecker
 from edgekit.runtime.strategies.autoregressive import Autoregressive
 from edgekit.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def default_threads() -> int:
@@ -68,11 +72,7 @@ class LLM:
         spec = self.bundle.manifest.spec
         self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
         self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle), spec, self.threads)
-        self._template = self._load_template()
-        ends = set(spec.eos_token_ids)
-        if self._template is not None:
-            ends |= end_of_turn_ids(self.tokenizer, self._template)
-        self.end_token_ids = frozenset(ends)
+        self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
         self._vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -147,23 +147,26 @@ class LLM:
         Raises:
             UnsupportedError: The bundle has no chat template.
         """
-        if self._template is None:
+        return self._template.render(messages)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        source = self.bundle.read_text(CHAT_TEMPLATE)
+        if source is None:
             raise UnsupportedError(
                 f"bundle {str(self.bundle.path)!r} has no chat template, so it cannot chat; use generate (edgekit run)"
             )
-        return self._template.render(messages)
+        return ChatTemplate(source, self.bundle.generation().special_tokens)
 
-    def _load_template(self) -> ChatTemplate | None:
-        source = self.bundle.read_text(CHAT_TEMPLATE)
-        if source is None:
-            return None
-        return ChatTemplate(source, self._special_tokens())
-
-    def _special_tokens(self) -> dict[str, str]:
-        spec = self.bundle.manifest.spec
-        ids = {"bos_token": spec.bos_token_id, "eos_token": next(iter(spec.eos_token_ids), None)}
-        texts = {name: self.tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None}
-        return {name: text for name, text in texts.items() if text is not None}
+    def _template_end_ids(self) -> frozenset[int]:
+        if CHAT_TEMPLATE not in self.bundle.manifest.files:
+            return frozenset()
+        try:
+            return end_of_turn_ids(self.tokenizer, self._template)
+        except (UnsupportedError, UsageError) as error:
+            # The model can still continue prompts; whoever wants to chat is told again.
+            logger.warning("the chat template cannot be used: %s", error)
+            return frozenset()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

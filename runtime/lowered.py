@@ -26,7 +26,7 @@ import msgspec
 import onnxruntime as ort
 import platformdirs
 
-from edgekit.bundle import GRAPH, Bundle, FileRecord, sha256_file
+from edgekit.bundle import GRAPH, GRAPH_DATA, Bundle, FileRecord, sha256_file
 from edgekit.errors import CorruptArtifactError, DoesNotFitError, EdgeKitError, StorageError, UnsupportedError
 
 TARGET = "ort-cpu"
@@ -95,7 +95,6 @@ def _make(graph: Path, directory: Path) -> None:
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _verify_once(directory, directory.name, files, lambda: None)
 
 
 def _is_whole(directory: Path) -> bool:
@@ -112,6 +111,8 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _check(directory: Path, files: dict[str, FileRecord]) -> None:
+    if set(files) != {GRAPH, GRAPH_DATA}:
+        raise CorruptArtifactError(f"{FILES} names {sorted(files)}")
     for name, record in files.items():
         if sha256_file(directory / name) != record.sha256:
             raise CorruptArtifactError(f"{name} is not what was written")

@@ -34,10 +34,12 @@ class TokenizerFiles(NamedTuple):
 
     Attributes:
         chat_template: Jinja source, or None for a model without one.
+        special_tokens: Texts of the special tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
         generation: Sampling defaults and token ids, with the key names of generation_config.json.
     """
 
     chat_template: str | None
+    special_tokens: dict[str, str]
     generation: dict[str, Any]
 
 
@@ -164,9 +166,16 @@ class Checkpoint:
 
         Returns:
             Float32 of the spec's shape, or the blocks of a matrix that is stored quantized.
+
+        Raises:
+            CorruptArtifactError: A value is not a number, or is infinite in the format that it is read into.
         """
         source = self._sources[name]
-        return self._tensors.read(source.name, source.rows)
+        weight = self._tensors.read(source.name, source.rows)
+        numbers = (weight.scale, weight.offset) if isinstance(weight, QuantizedBlocks) else (weight,)
+        if not all(np.isfinite(array).all() for array in numbers if array is not None):
+            raise CorruptArtifactError(f"checkpoint {self._origin.id!r} has infinite values in tensor {source.name!r}")
+        return weight
 
     def block_format(self, name: str) -> BlockFormat | None:
         """Tells how a matrix is quantized in its file, or None for a float one; reads a single row.

@@ -63,6 +63,13 @@ _NORMALIZED = ("olmo", "qwen2")
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
 # Kinds of vocabulary whose texts start with the first token unless a file says otherwise.
 _FIRST_TOKEN_BY_DEFAULT = ("llama", "llama-bpe")
+# The names that chat templates use, and the metadata with the ids.
+_SPECIAL_TOKENS: Mapping[str, str] = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 
 
 class GgufTokenizer:
@@ -92,7 +99,11 @@ class GgufTokenizer:
             for key, name in _SAMPLING_KEYS.items()
             if f"general.sampling.{key}" in metadata
         }
-        return TokenizerFiles(chat_template=metadata.get("tokenizer.chat_template"), generation=generation)
+        tokens = metadata["tokenizer.ggml.tokens"]
+        special_tokens = {name: tokens[metadata[key]] for name, key in _SPECIAL_TOKENS.items() if key in metadata}
+        return TokenizerFiles(
+            chat_template=metadata.get("tokenizer.chat_template"), special_tokens=special_tokens, generation=generation
+        )
 
 
 def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
@@ -114,6 +125,7 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     if model not in builders:
         raise UnsupportedError(f"{path} has a tokenizer of kind {one_of(model, builders)}")
     try:
+        _check_ids(values)
         tokenizer = builders[model](values, path)
         kinds = list(zip(values["tokens"], values.get("token_type", ()), strict=False))
         special = [token for token, kind in kinds if kind in _SPECIAL_KINDS]
@@ -124,6 +136,12 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     except (KeyError, IndexError, ValueError) as error:
         raise CorruptArtifactError(f"{path} has an incomplete vocabulary: {error!r}") from error
     return tokenizer
+
+
+def _check_ids(values: Mapping[str, Any]) -> None:
+    for key in values:
+        if key.endswith("_token_id") and values[key] not in range(len(values["tokens"])):
+            raise ValueError(f"{key} is {values[key]!r}")
 
 
 def _byte_level(values: Mapping[str, Any], path: Path) -> Tokenizer:

@@ -12,6 +12,7 @@ from edgekit.errors import CorruptArtifactError, UnsupportedError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Keys of generation_config.json that say how the file was made.
 _BOOKKEEPING = ("_from_model_config", "transformers_version")
 
@@ -52,7 +53,11 @@ class HuggingFaceTokenizer:
         config = self._optional(TOKENIZER_CONFIG)
         _check_first_token(tokenizer.encode("").tokens, config, path)
         (directory / TOKENIZER).write_bytes(contents)
-        return TokenizerFiles(self._chat_template(config), generation_defaults(self._directory))
+        return TokenizerFiles(
+            chat_template=self._chat_template(config),
+            special_tokens=_special_tokens(config),
+            generation=generation_defaults(self._directory),
+        )
 
     def _chat_template(self, config: Mapping[str, Any]) -> str | None:
         path = self._directory / CHAT_TEMPLATE
@@ -78,10 +83,19 @@ def generation_defaults(directory: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _BOOKKEEPING}
 
 
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the tokens that tokenizer_config.json names; each is a text, or an object with one."""
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
 def _check_first_token(first: list[str], config: Mapping[str, Any], path: Path) -> None:
-    wanted, bos = config.get("add_bos_token"), config.get("bos_token")
-    if isinstance(bos, dict):
-        bos = bos.get("content")
+    wanted, bos = config.get("add_bos_token"), _special_tokens(config).get("bos_token")
     if wanted is not None and bos is not None and wanted is not (bos in first):
         does = "does" if bos in first else "does not"
         raise UnsupportedError(

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - nobody is above this
             status = _report(error, invocation)
-    sys.exit(status)
+    sys.exit(status or 0)
 
 
 def _report(error: BaseException, invocation: Invocation) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
 from edgekit.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
 from edgekit.spec import Activation
 
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _ConfigT = TypeVar("_ConfigT", bound="FamilyConfig")
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -51,29 +52,68 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
 }
 
-_ROPE_KEYS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+# Far beyond any model, and small enough that a damaged number cannot ask for all of memory.
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+
+
+class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """The rotary parameters of every kind, and the only ones of the default kind."""
+
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Positive | None = None
+
+    def scaling(self) -> RopeScaling | None:
+        """Returns how the frequencies are scaled."""
+        return None
+
+
+class _LinearParameters(RopeParameters, frozen=True, kw_only=True):
+    factor: Positive
+
+    def scaling(self) -> RopeScaling:
+        return LinearScaling(factor=self.factor)
+
+
+class _Llama3Parameters(RopeParameters, frozen=True, kw_only=True):
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Size
+
+    def scaling(self) -> RopeScaling:
+        return Llama3Scaling(
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            original_max_positions=self.original_max_position_embeddings,
+        )
+
+
+_ROPE_KINDS: Mapping[str, type[RopeParameters]] = {
+    "default": RopeParameters,
+    "linear": _LinearParameters,
+    "llama3": _Llama3Parameters,
 }
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of config.json that every family reads; a default is what transformers assumes."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    vocab_size: int
-    max_position_embeddings: int
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    vocab_size: Size
+    max_position_embeddings: Size
     hidden_act: str
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
-    original_max_position_embeddings: int | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
     layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -89,21 +129,22 @@ def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) ->
 
     Raises:
         UnsupportedError: The config declares a feature that no family implements.
-        CorruptArtifactError: A key is missing or has the wrong type.
+        CorruptArtifactError: A key is missing, or has the wrong type or an impossible value.
     """
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
             refuse(family, key, config[key], neutral)
-    try:
-        read = msgspec.convert(config, kind)
-    except msgspec.ValidationError as error:
-        raise CorruptArtifactError(f"the {family} config cannot be read: {error}") from error
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if getattr(read, key) <= 0:
-            raise CorruptArtifactError(f"the {family} config has {key} = {getattr(read, key)!r}; it must be positive")
+    read = _convert(config, kind, family)
     if set(read.layer_types or ()) - {"full_attention"}:
         refuse(family, "layer_types", read.layer_types, ("full_attention",))
     return read
+
+
+def _convert(values: Mapping[str, Any], kind: type[_StructT], family: str) -> _StructT:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise CorruptArtifactError(f"the {family} config cannot be read: {error}") from error
 
 
 def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> NoReturn:
@@ -133,48 +174,28 @@ def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fract
         CorruptArtifactError: A parameter of the scaling kind is missing or mistyped.
     """
     # transformers lets rope_scaling, the older spelling, win when a config carries both.
-    parameters = dict(config.rope_scaling or config.rope_parameters or {})
-    legacy_kind = parameters.pop("type", "default")
-    kind = parameters.pop("rope_type", legacy_kind)
-    if kind not in _ROPE_KEYS:
-        raise UnsupportedError(f"{family} with rope_type {one_of(str(kind), _ROPE_KEYS)}")
-    theta = parameters.pop("rope_theta", None)
-    fraction = parameters.pop("partial_rotary_factor", None)
-    unknown = sorted(key for key in parameters.keys() - _ROPE_KEYS[kind] if parameters[key] is not None)
+    values = dict(config.rope_scaling or config.rope_parameters or {})
+    older_kind = values.pop("type", "default")
+    kind = str(values.pop("rope_type", older_kind))
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedError(f"{family} with rope_type {one_of(kind, _ROPE_KINDS)}")
+    known = _ROPE_KINDS[kind].__struct_fields__
+    unknown = sorted(key for key in values if key not in known and values[key] is not None)
     if unknown:
         raise UnsupportedError(
             f"{family} with rope parameter {unknown[0]!r} for rope_type {kind!r} is not supported; "
-            f"known for it: {', '.join(sorted(_ROPE_KEYS[kind])) or 'none'}"
+            f"known for it: {', '.join(sorted(known))}"
         )
     if config.original_max_position_embeddings is not None:
-        parameters["original_max_position_embeddings"] = config.original_max_position_embeddings
-    parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    theta = _first(theta, config.rope_theta, 10000.0)
-    fraction = _first(fraction, config.partial_rotary_factor, default_fraction)
+        values["original_max_position_embeddings"] = config.original_max_position_embeddings
+    values.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    parameters = _convert(values, _ROPE_KINDS[kind], family)
+    theta = parameters.rope_theta or config.rope_theta or 10000.0
+    fraction = parameters.partial_rotary_factor or config.partial_rotary_factor or default_fraction
     rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         refuse(family, "rotary width", rotary_dim, (f"even, up to the head's {head_dim} channels",))
-    return RopeSpec(theta=float(theta), rotary_dim=rotary_dim, scaling=_scaling(kind, parameters, family))
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
-
-
-def _scaling(kind: str, parameters: Mapping[str, Any], family: str) -> RopeScaling | None:
-    if kind == "default":
-        return None
-    try:
-        if kind == "linear":
-            return LinearScaling(factor=float(parameters["factor"]))
-        return Llama3Scaling(
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_positions=int(parameters["original_max_position_embeddings"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptArtifactError(f"the {family} config's {kind} rope scaling cannot be read: {error!r}") from error
+    return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=parameters.scaling())
 
 
 def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:

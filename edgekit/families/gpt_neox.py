@@ -5,13 +5,14 @@ Source: `GPTNeoXForCausalLM` of transformers; the GGUF row order is `GPTNeoXMode
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from edgekit.families.base import Family, RowIndices
-from edgekit.families.config import FamilyConfig, activation, read_config, refuse, rope_spec, token_ids
+from edgekit.families.config import Count, FamilyConfig, Positive, activation, read_config, refuse, rope_spec, token_ids
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 _FUSED = ("q_proj", "k_proj", "v_proj")
@@ -21,13 +22,13 @@ class GptNeoxConfig(FamilyConfig, frozen=True, kw_only=True):
     """The keys of a GPT-NeoX config."""
 
     hidden_act: str = "gelu"
-    rotary_pct: float = 0.25
-    rotary_emb_base: float = 10000.0
-    layer_norm_eps: float = 1e-5
+    rotary_pct: Positive = 0.25
+    rotary_emb_base: Positive = 10000.0
+    layer_norm_eps: Positive = 1e-5
     use_parallel_residual: bool = True
     attention_bias: bool = True
-    head_dim: int | None = None
-    num_key_value_heads: int | None = None
+    head_dim: Count | None = None
+    num_key_value_heads: Count | None = None
 
 
 def spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -76,6 +77,7 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+@functools.cache
 def rows(attention: AttentionSpec, projection: str) -> RowIndices:
     """Rows of a projection in `query_key_value`, which is ordered [head][q, k, v][channel]."""
     heads, width = attention.num_heads, attention.key_dim
@@ -83,6 +85,7 @@ def rows(attention: AttentionSpec, projection: str) -> RowIndices:
     return fused[:, _FUSED.index(projection)].reshape(-1)
 
 
+@functools.cache
 def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices:
     """Rows of a projection in `attn_qkv`, which is ordered [q, k, v][head][channel]."""
     width = attention.num_heads * attention.key_dim

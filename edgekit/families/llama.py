@@ -5,13 +5,24 @@ Source: `LlamaForCausalLM` of transformers; the GGUF row order is `LlamaModel.pe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from edgekit.families.base import Family, RowIndices
-from edgekit.families.config import FamilyConfig, activation, head_groups, read_config, refuse, rope_spec, token_ids
+from edgekit.families.config import (
+    Count,
+    FamilyConfig,
+    Positive,
+    activation,
+    head_groups,
+    read_config,
+    refuse,
+    rope_spec,
+    token_ids,
+)
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 MODULES: Mapping[str, str] = {
@@ -34,9 +45,9 @@ class LlamaConfig(FamilyConfig, frozen=True, kw_only=True):
     """The keys of a Llama config."""
 
     hidden_act: str = "silu"
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Positive = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
@@ -95,6 +106,7 @@ def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> 
     )
 
 
+@functools.cache
 def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices | None:
     """Rows of the half-split order in a GGUF file, which pairs the two channels of each rotation."""
     if projection == "v_proj":

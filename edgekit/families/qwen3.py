@@ -12,15 +12,15 @@ import msgspec
 
 from edgekit.families import llama
 from edgekit.families.base import Family
-from edgekit.families.config import read_config
+from edgekit.families.config import Count, read_config
 from edgekit.spec import DecoderSpec
 
 
 class Qwen3Config(llama.LlamaConfig, frozen=True, kw_only=True):
     """The keys of a Qwen3 config."""
 
-    num_key_value_heads: int | None = 32
-    head_dim: int | None = 128
+    num_key_value_heads: Count | None = 32
+    head_dim: Count | None = 128
 
 
 def spec(config: Mapping[str, Any]) -> DecoderSpec:

@@ -94,7 +94,7 @@ class OnnxRuntimeRunner:
         return binding.outputs
 
     def _binding(self, kind: tuple[int, int]) -> _Binding:
-        """Returns the arrays for a kind of step; what is not kept is let go before new ones are made."""
+        """Returns the arrays for a kind of step; those of other kinds that are not kept are let go first."""
         past, binding = self._cache.arrays, self._bindings.pop(kind, None)
         self._bindings = dict(
             [
@@ -104,7 +104,6 @@ class OnnxRuntimeRunner:
             ][1 - MAX_BINDINGS :]
         )
         if binding is None or binding.past is not past:
-            binding = None
             binding = self._bind(*kind)
         self._bindings[kind] = binding
         return binding

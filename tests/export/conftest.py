@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
+import torch
 
 from edgekit import contract
 from edgekit.bundle import Bundle
@@ -22,6 +23,15 @@ from edgekit.spec import DecoderSpec
 
 Form: TypeAlias = Literal["portable", "lowered"]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from a second thread, and wait for it while the machine does other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass

@@ -64,7 +64,8 @@ def _rounded_to_largest(blocks: FloatArray, bits: Bits, scheme: Scheme) -> Float
 def _errors(weight: FloatArray, rounded: FloatArray, block_size: int) -> npt.NDArray[np.float64]:
     """Squared error of each block."""
     difference = (weight.astype(np.float64) - rounded).reshape(len(weight), -1, block_size)
-    return np.square(difference).sum(-1)
+    squared: npt.NDArray[np.float64] = np.square(difference).sum(-1)
+    return squared
 
 
 def _check_layout(blocks: QuantizedBlocks, bits: Bits, scheme: Scheme, block_size: int) -> None:
@@ -144,8 +145,8 @@ def test_a_matrix_that_is_blocks_already_comes_back_unchanged(
     codes[:, 1::16] = high
     scale = (0.01 * rng.uniform(0.5, 2, (16, 256 // block_size))).astype(np.float16)
     offset = np.zeros_like(scale) if scheme == "symmetric" else rng.normal(0, 0.05, scale.shape).astype(np.float16)
-    planted = codes * np.repeat(scale.astype(np.float32), block_size, axis=1)
-    planted = (planted + np.repeat(offset.astype(np.float32), block_size, axis=1)).astype(np.float32)
+    wide_scale, wide_offset = (np.repeat(part.astype(np.float32), block_size, axis=1) for part in (scale, offset))
+    planted = codes.astype(np.float32) * wide_scale + wide_offset
     got = quantize(planted, bits, block_size, scheme).dequantize()
     if scheme == "symmetric":
         np.testing.assert_array_equal(got, planted)

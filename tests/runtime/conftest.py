@@ -38,6 +38,7 @@ ExportChanged: TypeAlias = Callable[..., "Bundle"]
 TinyBackend: TypeAlias = Callable[..., OnnxRuntimeCpu]
 Greedy: TypeAlias = Callable[..., list[int]]
 
+VOCABULARY = 320
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. It's 12:30, and the dog doesn't care!",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich, sagte sie.",
@@ -165,7 +166,7 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def export_changed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Any) -> ExportChanged:
-    """Exports a variant after changes: `files` maps names of JSON files to their new fields, or texts to write."""
+    """Exports a variant after changes: `files` maps names to new fields of JSON, whole texts, or None to remove."""
     from edgekit.export.exporter import ExportOptions, export_bundle
     from edgekit.export.storage_plan import QuantizationOptions
 
@@ -174,8 +175,11 @@ def export_changed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: An
         shutil.copytree(tiny_checkpoint(variant), directory / "checkpoint")
         for name, change in (files or {}).items():
             file = directory / "checkpoint" / name
-            content = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
-            file.write_text(content, encoding="utf-8")
+            if change is None:
+                file.unlink()
+            else:
+                content = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
+                file.write_text(content, encoding="utf-8")
         options = ExportOptions(quantization=QuantizationOptions(precision=precision))
         return export_bundle(directory / "checkpoint", directory / "model.edge", options, lambda *_: None)
 
@@ -251,19 +255,36 @@ def watched(tiny_backend: TinyBackend) -> Watched:
 def greedy(tiny_checkpoint: Any, hugging_face: Any) -> Greedy:
     """The tokens that Hugging Face's `generate` adds to a prompt: ``greedy("llama", prompt, 20)``."""
 
-    def generate(variant: str, prompt: list[int], count: int) -> list[int]:
-        import torch
-        from transformers import GenerationConfig
+    known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
-        config = GenerationConfig(
-            max_new_tokens=count, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-        )
-        with torch.no_grad():
-            done = hugging_face(tiny_checkpoint(variant)).generate(torch.tensor([prompt]), generation_config=config)
-        best = torch.stack(done.logits).topk(2).values
-        margin = float((best[..., 0] - best[..., 1]).min())
-        assert margin > 2e-4, f"rounding may decide a token of this prompt (margin {margin:g}): take another one"
-        tokens: list[int] = done.sequences[0, len(prompt) :].tolist()
-        return tokens
+    def generate(variant: str, prompt: list[int], count: int) -> list[int]:
+        key = (variant, tuple(prompt))
+        if len(known.get(key, ())) < count:
+            known[key] = _hugging_face_greedy(hugging_face(tiny_checkpoint(variant)), prompt, count)
+        return known[key][:count]
 
     return generate
+
+
+def _hugging_face_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    import torch
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=VOCABULARY,  # no token, for it not to stop
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for matrices this small, more of them wait for each other
+    with torch.no_grad():
+        done = model.generate(torch.tensor([prompt]), generation_config=config)
+    torch.set_num_threads(threads)
+    best = torch.stack(done.logits).topk(2).values
+    margin = float((best[..., 0] - best[..., 1]).min())
+    assert margin > 2e-4, f"rounding may decide a token of this prompt (margin {margin:g}): take another one"
+    tokens: list[int] = done.sequences[0, len(prompt) :].tolist()
+    return tokens

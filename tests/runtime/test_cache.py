@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import FrameType
 from typing import Any
@@ -177,7 +178,7 @@ def test_capacity_grows_in_buckets_by_an_eighth_at_least_and_no_further_than_the
             seen.append(cache.capacity)
     assert seen[:3] == [128, 256, 384]
     assert seen[-1] == 2100
-    assert all(after % 128 == 0 and before * 9 / 8 <= after for before, after in zip(seen, seen[1:-1], strict=False))
+    assert all(after % 128 == 0 and before * 9 / 8 <= after for before, after in itertools.pairwise(seen[:-1]))
     assert cache.length == 2100
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -17,10 +18,8 @@ from edgekit.runtime import cache, sampling, session, step
 from edgekit.runtime.backends import onnxruntime_cpu
 from edgekit.runtime.sampling import SamplingParams
 from edgekit.runtime.session import Session
-from edgekit.runtime.step import Backend
 from edgekit.runtime.strategies import autoregressive, base
 from edgekit.runtime.strategies.autoregressive import Autoregressive
-from edgekit.spec import DecoderSpec
 
 VOCABULARY = 320
 CONTEXT = 256
@@ -33,12 +32,12 @@ def _session(backend: Any, **changes: Any) -> Session:
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng((seed, length)).integers(3, VOCABULARY, length).tolist()
+    return [int(token) for token in np.random.default_rng((seed, length)).integers(3, VOCABULARY, length)]
 
 
 def _take(session: Session, prompt: list[int], count: int, params: SamplingParams | None = None) -> list[int]:
     generation = session.generate(prompt, params or SamplingParams(), VOCABULARY)
-    return [token.token_id for token, _ in zip(generation, range(count), strict=False)]
+    return [token.token_id for token in itertools.islice(generation, count)]
 
 
 # A single token; within a bucket; across the growth from 128 slots to 256; up to the last position.
@@ -193,7 +192,7 @@ def test_a_consumer_may_leave_after_any_token(taken: int, watched: Any, greedy: 
     assert watched.steps[0].token_ids.tolist() == following[20 + taken - 1 :]
 
 
-class _Fault(Exception):
+class _FaultError(Exception):
     pass
 
 
@@ -207,10 +206,10 @@ def test_a_step_that_fails_leaves_a_conversation_that_goes_on(
 
     def fail() -> None:
         if len(watched.steps) == number + (moment == "after"):
-            raise _Fault
+            raise _FaultError
 
     setattr(watched, moment, fail)
-    with pytest.raises(_Fault):
+    with pytest.raises(_FaultError):
         _take(conversation, prompt, 50)
     setattr(watched, moment, lambda: None)
     watched.steps.clear()
@@ -231,10 +230,10 @@ def test_rows_that_cannot_be_kept_leave_a_conversation_that_goes_on(
         if len(watched.steps) == number + 1:
             assert self.length > length
             self._slots = slots  # the rows are in the arrays and the bias, and not in the map
-            raise _Fault
+            raise _FaultError
 
     monkeypatch.setattr(cache.KVCache, "append", fail_half_way)
-    with pytest.raises(_Fault):
+    with pytest.raises(_FaultError):
         _take(conversation, prompt, 50)
     monkeypatch.setattr(cache.KVCache, "append", append)
     assert _take(conversation, prompt, 10) == greedy("llama", prompt, 10)
@@ -289,23 +288,23 @@ def test_an_interruption_before_any_line_leaves_a_conversation_that_goes_on(
     assert at > 200
 
 
-def _refused(spec: DecoderSpec, backend: Backend) -> Iterator[tuple[Any, type[Exception], str]]:
-    yield [], UsageError, "the prompt is empty"
-    yield [5, -1], UsageError, "token id -1 is not in the model's vocabulary of 320"
-    yield [320], UsageError, "token id 320 is not in the model's vocabulary of 320"
-    yield [5, None], UsageError, "token id None is not"
-    yield [1.0], UsageError, "token id 1.0 is not"
-    yield ["a"], UsageError, "token id 'a' is not"
-    yield [5] * 257, DoesNotFitError, "the prompt has 257 tokens, the model's context 256"
-
-
-@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], UsageError, "the prompt is empty"),
+        ([5, -1], UsageError, "token id -1 is not in the model's vocabulary of 320"),
+        ([320], UsageError, "token id 320 is not in the model's vocabulary of 320"),
+        ([5, None], UsageError, "token id None is not"),
+        ([1.0], UsageError, "token id 1.0 is not"),
+        (["a"], UsageError, "token id 'a' is not"),
+        ([5] * 257, DoesNotFitError, "the prompt has 257 tokens, the model's context 256"),
+    ],
+)
 def test_a_prompt_that_cannot_be_continued_is_refused_and_changes_nothing(
-    case: int, watched: Any
+    prompt: Any, error: type[Exception], message: str, watched: Any
 ) -> None:
     conversation = _session(watched)
     _take(conversation, [5, 6, 7], 1)
-    prompt, error, message = list(_refused(conversation.spec, watched))[case]
     with pytest.raises(error, match=message):
         _take(conversation, prompt, 1)
     assert conversation.token_ids == (5, 6, 7)

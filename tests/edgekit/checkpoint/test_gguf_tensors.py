@@ -172,11 +172,22 @@ def test_planted_blocks_are_read_by_value(planted: Callable[[npt.NDArray[Any], s
     np.testing.assert_array_equal(weight.dequantize(), 0.5 * np.array([[*range(16), *range(15, -1, -1)]]) - 3)
 
 
-def test_a_block_beyond_float16_is_refused(planted: Callable[[npt.NDArray[Any], str], Path]) -> None:
-    header = np.array([8000.0, 60000.0], np.float16).view(np.uint8)
-    path = planted(np.concatenate([header, np.zeros(16, np.uint8)])[None], "Q4_1")
-    with pytest.raises(CorruptArtifactError, match=r"tensor 'w' has a Q4_1 block with values beyond float16"):
-        read_tensor(read_container(path), "w")
+@pytest.mark.parametrize(
+    ("kind", "header"),
+    [("Q4_1", (8000.0, 60000.0)), ("Q4_1", (np.inf, 0)), ("Q4_0", (np.nan,)), ("Q8_0", (np.inf,)), ("F16", (np.nan,))],
+)
+def test_values_that_are_not_finite_are_refused(
+    kind: str, header: tuple[float, ...], tiny_gguf: TinyGguf, tmp_path: Path
+) -> None:
+    source = tiny_gguf("llama", kind)
+    contents, path = bytearray(source.read_bytes()), tmp_path / "infinite.gguf"
+    offset = read_container(source).tensors["blk.1.ffn_up.weight"].offset
+    contents[offset : offset + 2 * len(header)] = np.array(header, np.float16).tobytes()
+    path.write_bytes(contents)
+    with open_checkpoint(path) as checkpoint:
+        assert np.isfinite(_values(checkpoint.tensor("layers.0.mlp.up_proj.weight"))).all()
+        with pytest.raises(CorruptArtifactError, match=r"infinite values in tensor 'blk\.1\.ffn_up\.weight'"):
+            checkpoint.tensor("layers.1.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *BLOCKS])

@@ -216,6 +216,16 @@ def test_an_unknown_number_format_is_refused(edit_checkpoint: EditCheckpoint) ->
         open_checkpoint(directory)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(edit_checkpoint: EditCheckpoint, value: float) -> None:
+    directory = edit_checkpoint("llama", tensors=lambda tensors: tensors[Q_PROJ][5].fill_(value))
+    with (
+        open_checkpoint(directory) as checkpoint,
+        pytest.raises(CorruptArtifactError, match=rf"infinite values in tensor '{Q_PROJ}'"),
+    ):
+        checkpoint.tensor("layers.0.self_attn.q_proj.weight")
+
+
 def test_pickled_weights_are_not_read(edit_checkpoint: EditCheckpoint) -> None:
     directory = edit_checkpoint("llama")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")

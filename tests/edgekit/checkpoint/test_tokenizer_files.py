@@ -118,3 +118,16 @@ def test_an_unreadable_tokenizer_config_is_named(directory: Path, saved: Path) -
     (directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(CorruptArtifactError, match=r"tokenizer_config\.json cannot be read"):
         _save(directory, saved)
+
+
+def test_special_tokens_are_those_of_transformers(directory: Path, saved: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = directory / "tokenizer_config.json"
+    _change(config, pad_token={"__type": "AddedToken", "content": "<|im_start|>", "special": True}, unk_token=None)
+    oracle = AutoTokenizer.from_pretrained(directory)
+    wanted = {"bos_token": oracle.bos_token, "eos_token": oracle.eos_token, "pad_token": oracle.pad_token}
+    assert _save(directory, saved).special_tokens == wanted
+    assert None not in wanted.values()
+    config.unlink()
+    assert _save(directory, saved).special_tokens == {}

@@ -124,6 +124,15 @@ class Running:
         self.seen += found
         return found
 
+    def wait_for_characters(self, count: int) -> None:
+        """Reads until so many characters have come since the last call."""
+        found = 0
+        while found < count:
+            piece = self._read()
+            assert piece, f"the process ended after {self.seen!r}"
+            found += len(piece)
+            self.seen += piece
+
     def rest(self) -> str:
         """Returns what comes until the process ends."""
         found = ""

@@ -99,7 +99,9 @@ def _attention(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
 
 
 def _mlp(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
-    return _layers(spec, lambda layer: msgspec.structs.replace(layer, mlp=msgspec.structs.replace(layer.mlp, **changes)))
+    return _layers(
+        spec, lambda layer: msgspec.structs.replace(layer, mlp=msgspec.structs.replace(layer.mlp, **changes))
+    )
 
 
 def _rope(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
