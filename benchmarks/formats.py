@@ -10,7 +10,6 @@ median over the rounds is reported. Prints Markdown; with --output also writes f
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import click
 
+PEER = Path(__file__).with_name("transformers_speed.py")
 FORMATS: dict[str, list[str]] = {
     "fp32": ["--precision", "fp32"],
     "fp16": ["--precision", "fp16"],
@@ -30,33 +30,6 @@ FORMATS: dict[str, list[str]] = {
     "int8 symmetric, requantized": ["--precision", "int8", "--scheme", "symmetric", "--requantize"],
     "int4 symmetric, requantized": ["--precision", "int4", "--scheme", "symmetric", "--requantize"],
 }
-# A process of its own, as the formats get, so that memory peaks compare.
-WORKER = """
-import json, resource, sys, time
-import torch
-from transformers import AutoModelForCausalLM
-source, threads = sys.argv[1], int(sys.argv[2])
-torch.set_num_threads(threads)
-where = {"gguf_file": source.rsplit("/", 1)[1]} if source.endswith(".gguf") else {}
-model = AutoModelForCausalLM.from_pretrained(source.rsplit("/", 1)[0] if where else source, dtype=torch.float32, **where)
-ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(0))
-rates = {"pp512": [], "tg128": []}
-with torch.no_grad():
-    for _ in range(4):
-        start = time.perf_counter()
-        model(ids, logits_to_keep=1)
-        rates["pp512"].append(512 / (time.perf_counter() - start))
-        cache, token = None, ids[:, :1]
-        for step in range(129):
-            if step == 1:
-                start = time.perf_counter()
-            out = model(token, past_key_values=cache, use_cache=True)
-            cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        rates["tg128"].append(128 / (time.perf_counter() - start))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-rows = [{"name": name, "tokens_per_s": sorted(values[1:])[1], "peak_memory_bytes": peak} for name, values in rates.items()]
-print(json.dumps({"rows": rows}))
-"""
 
 
 def edgekit(*arguments: str) -> dict[str, Any]:
@@ -69,7 +42,7 @@ def edgekit(*arguments: str) -> dict[str, Any]:
 
 def transformers_speed(model: str, threads: int) -> dict[str, Any]:
     """Measures transformers in float32 on the same tokens."""
-    command = [sys.executable, "-c", WORKER, os.path.abspath(model), str(threads)]
+    command = [sys.executable, str(PEER), model, "--threads", str(threads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -12,12 +12,13 @@ the alternation of k-means restricted to equally spaced centres (llama.cpp's k-q
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Literal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from edgekit.blocks import QuantizedBlocks, Scheme
 
@@ -26,11 +27,15 @@ from edgekit.blocks import QuantizedBlocks, Scheme
 INT4_STARTS = (0.7, 0.8, 0.88, 0.95, 1.0, 8 / 7)
 INT8_STARTS = (0.97, 1.0, 128 / 127)
 REFINEMENTS = 2
-SMALLEST_SCALE = 2.0**-24
-CHUNK_ELEMENTS = 1 << 20
+SMALLEST_SCALE = np.float32(2.0**-24)
+# Rows are worked on in parts that fit the cache, each by one thread: several threads on one part would wait for each
+# other after every operation.
+PART_ELEMENTS = 1 << 16
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
-def quantize(weight: npt.NDArray[np.float32], bits: Literal[4, 8], block_size: int, scheme: Scheme) -> QuantizedBlocks:
+def quantize(weight: FloatArray, bits: Literal[4, 8], block_size: int, scheme: Scheme) -> QuantizedBlocks:
     """Rounds a matrix to blocks along its columns.
 
     Args:
@@ -47,97 +52,91 @@ def quantize(weight: npt.NDArray[np.float32], bits: Literal[4, 8], block_size: i
     codes = np.empty((rows, columns), np.int8)
     scale = np.empty((rows, blocks), np.float16)
     offset = np.empty((rows, blocks), np.float16) if scheme == "affine" else None
-    step = max(1, CHUNK_ELEMENTS // (blocks * block_size))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        chunk, valid = _in_blocks(weight[part], block_size, blocks)
-        q, s, m = _fit(chunk, valid, bits, scheme)
-        codes[part] = q.reshape(q.shape[0], -1)[:, :columns].to(torch.int8).numpy()
-        scale[part] = s.to(torch.float16).numpy()
-        if offset is not None:
-            offset[part] = m.to(torch.float16).numpy()
+    whole, rest = divmod(columns, block_size)
+    spans = [(slice(0, columns - rest), slice(0, whole), block_size)]
+    if rest:
+        spans.append((slice(columns - rest, columns), slice(whole, blocks), rest))
+
+    def quantize_rows(part: slice) -> None:
+        for inputs, span, size in spans:
+            w = weight[part, inputs]
+            # A candidate beyond float16 becomes infinite and loses.
+            with np.errstate(over="ignore", invalid="ignore"):
+                q, s, m = _fit(w.reshape(len(w), span.stop - span.start, size), bits, scheme)
+            codes[part, inputs], scale[part, span] = q.reshape(w.shape), s
+            if offset is not None:
+                offset[part, span] = m
+
+    step = max(1, PART_ELEMENTS // columns)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(quantize_rows, [slice(start, start + step) for start in range(0, rows, step)]))
     return QuantizedBlocks(bits=bits, block_size=block_size, codes=codes, scale=scale, offset=offset)
 
 
-def _in_blocks(
-    weight: npt.NDArray[np.float32], block_size: int, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the rows as (rows, blocks, block_size), and which columns are real when the last block is padded."""
-    rows, columns = weight.shape
-    padding = blocks * block_size - columns
-    values = torch.from_numpy(np.ascontiguousarray(weight))
-    if padding == 0:
-        return values.reshape(rows, blocks, block_size), None
-    valid = torch.ones(columns)
-    padded = torch.nn.functional.pad(values, (0, padding))
-    return padded.reshape(rows, blocks, block_size), torch.nn.functional.pad(valid, (0, padding)).reshape(
-        blocks, block_size
-    )
-
-
-def _fit(
-    w: torch.Tensor, valid: torch.Tensor | None, bits: int, scheme: Scheme
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fit(w: FloatArray, bits: Literal[4, 8], scheme: Scheme) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Returns codes (rows, blocks, block_size), scale and offset (rows, blocks) of the best of all that was tried."""
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     starts: Sequence[float] = INT4_STARTS if bits == 4 else INT8_STARTS
-    best_error = torch.full(w.shape[:2], torch.inf)
-    best_scale, best_offset = torch.zeros(w.shape[:2]), torch.zeros(w.shape[:2])
+    best_error = np.full(w.shape[:2], np.inf, np.float32)
+    best_scale, best_offset = np.zeros_like(best_error), np.zeros_like(best_error)
     for start in starts:
-        scale, offset = _start(w, valid, start, low, high, scheme)
+        scale, offset = _start(w, start, low, high, scheme)
         for refinement in range(REFINEMENTS + 1):
-            scale, offset = _float16_scale(scale), offset.half().float()
+            scale, offset = _float16_scale(scale), offset.astype(np.float16).astype(np.float32)
             codes = _codes(w, scale, offset, low, high)
-            error = w - (codes * scale[..., None] + offset[..., None])
-            squared = (error.square() if valid is None else error.square() * valid).sum(-1)
+            error = codes * scale[..., None]
+            error += offset[..., None]
+            error -= w
+            squared = _dot(error, error)
             better = squared < best_error
-            best_error = torch.where(better, squared, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            best_offset = torch.where(better, offset, best_offset)
+            best_error = np.where(better, squared, best_error)
+            best_scale = np.where(better, scale, best_scale)
+            best_offset = np.where(better, offset, best_offset)
             if refinement < REFINEMENTS:
-                scale, offset = _least_squares(w, codes, valid, scheme)
-    codes = _codes(w, best_scale, best_offset, low, high)
-    return (codes if valid is None else codes * valid), best_scale, best_offset
+                scale, offset = _least_squares(w, codes, scheme)
+    return _codes(w, best_scale, best_offset, low, high), best_scale, best_offset
 
 
-def _start(
-    w: torch.Tensor, valid: torch.Tensor | None, start: float, low: int, high: int, scheme: Scheme
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _start(w: FloatArray, start: float, low: int, high: int, scheme: Scheme) -> tuple[FloatArray, FloatArray]:
+    factor = np.float32(start)
     if scheme == "affine":
-        smallest = (w if valid is None else torch.where(valid > 0, w, torch.inf)).amin(-1)
-        largest = (w if valid is None else torch.where(valid > 0, w, -torch.inf)).amax(-1)
-        scale = start * (largest - smallest) / (high - low)
-        return scale, (smallest + largest) / 2 - scale * (low + high) / 2
+        smallest, largest = w.min(-1), w.max(-1)
+        scale = factor * (largest - smallest) / np.float32(high - low)
+        return scale, (smallest + largest) / 2 - scale * np.float32((low + high) / 2)
     # The negative range has one code more, so the largest weight of a block goes there, whatever its sign.
-    extreme = torch.gather(w, -1, w.abs().argmax(-1, keepdim=True))[..., 0]
-    return start * extreme / low, torch.zeros_like(extreme)
+    extreme = np.take_along_axis(w, np.abs(w).argmax(-1)[..., None], -1)[..., 0]
+    return factor * extreme / np.float32(low), np.zeros_like(extreme)
 
 
-def _float16_scale(scale: torch.Tensor) -> torch.Tensor:
+def _float16_scale(scale: FloatArray) -> FloatArray:
     """Rounds to float16, but never to zero, which would lose the block."""
-    rounded = scale.half().float()
-    smallest = torch.copysign(torch.tensor(SMALLEST_SCALE), scale)
-    return torch.where((rounded == 0) & (scale != 0), smallest, rounded)
+    rounded = scale.astype(np.float16).astype(np.float32)
+    return np.where((rounded == 0) & (scale != 0), np.copysign(SMALLEST_SCALE, scale), rounded)
 
 
-def _codes(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-    return torch.round((w - offset[..., None]) * inverse[..., None]).clamp_(low, high)
+def _codes(w: FloatArray, scale: FloatArray, offset: FloatArray, low: int, high: int) -> FloatArray:
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = w - offset[..., None]
+    codes *= inverse[..., None]
+    np.rint(codes, out=codes)
+    return np.clip(codes, low, high, out=codes)
 
 
-def _least_squares(
-    w: torch.Tensor, codes: torch.Tensor, valid: torch.Tensor | None, scheme: Scheme
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = codes if valid is None else codes * valid
+def _least_squares(w: FloatArray, codes: FloatArray, scheme: Scheme) -> tuple[FloatArray, FloatArray]:
     if scheme == "symmetric":
-        return _ratio((w * codes).sum(-1), codes.square().sum(-1)), torch.zeros(w.shape[:2])
-    count = torch.tensor(float(w.shape[-1])) if valid is None else valid.sum(-1)
+        return _ratio(_dot(w, codes), _dot(codes, codes)), np.zeros(w.shape[:2], np.float32)
+    count = np.float32(w.shape[-1])
     mean_w, mean_q = w.sum(-1) / count, codes.sum(-1) / count
-    covariance = (w * codes).sum(-1) / count - mean_w * mean_q
-    variance = codes.square().sum(-1) / count - mean_q.square()
+    covariance = _dot(w, codes) / count - mean_w * mean_q
+    variance = _dot(codes, codes) / count - mean_q * mean_q
     scale = _ratio(covariance, variance)
     return scale, mean_w - scale * mean_q
 
 
-def _ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    return torch.where(denominator.abs() < 1e-12, 0.0, numerator / denominator.clamp_min(1e-12))
+def _dot(left: FloatArray, right: FloatArray) -> FloatArray:
+    product: FloatArray = np.einsum("rbk,rbk->rb", left, right)
+    return product
+
+
+def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 1e-12)

@@ -14,6 +14,7 @@ from edgekit.errors import UnsupportedError, UsageError, one_of
 from edgekit.export.weights import BITS, PRECISIONS, Precision, Storage
 
 BLOCK_SIZES = (16, 32, 64, 128)
+DEFAULT_BLOCK_SIZE = 32
 DEFAULT_SCHEMES: dict[Precision, Scheme] = {"int4": "affine", "int8": "symmetric"}
 
 logger = logging.getLogger(__name__)
@@ -26,14 +27,14 @@ class QuantizationOptions:
     Attributes:
         precision: For the projections. The embedding and the head take int8 when this is int4 or int8.
         scheme: `affine` or `symmetric` blocks; None for affine int4 and symmetric int8.
-        block_size: Inputs that share a scale: 16, 32, 64 or 128.
+        block_size: Inputs that share a scale: 16, 32, 64 or 128; None for 32, and for what a GGUF's blocks have.
         keep: Glob patterns of module names, such as ``layers.0.*``, that stay fp16.
         requantize: Round blocks that a GGUF has already rounded once more, where the options differ from them.
     """
 
     precision: Precision = "int4"
     scheme: Scheme | None = None
-    block_size: int = 32
+    block_size: int | None = None
     keep: tuple[str, ...] = ()
     requantize: bool = False
 
@@ -47,10 +48,20 @@ class QuantizationOptions:
             raise UsageError(f"precision {one_of(self.precision, PRECISIONS)}")
         if self.scheme not in (None, "symmetric", "affine"):
             raise UsageError(f"scheme {one_of(str(self.scheme), ('symmetric', 'affine'))}")
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size not in (None, *BLOCK_SIZES):
             raise UsageError(f"block size {self.block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
-        if self.precision not in BITS and (self.scheme is not None or self.keep):
-            raise UsageError(f"scheme and keep have no effect with precision {self.precision}; use int4 or int8")
+        of_blocks = {
+            "scheme": self.scheme is not None,
+            "block size": self.block_size is not None,
+            "keep": bool(self.keep),
+            "requantize": self.requantize,
+        }
+        given = [name for name, is_given in of_blocks.items() if is_given]
+        if self.precision not in BITS and given:
+            raise UsageError(
+                f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect with precision "
+                f"{self.precision}; use int4 or int8"
+            )
 
 
 def plan_storage(checkpoint: Checkpoint, options: QuantizationOptions) -> dict[str, Storage]:
@@ -92,7 +103,7 @@ def _matrix_storage(checkpoint: Checkpoint, name: str, options: QuantizationOpti
     stored = checkpoint.block_format(name)
     if stored is not None and not options.requantize:
         other_scheme = options.scheme not in (None, stored.scheme)
-        if not table and (other_scheme or options.block_size != stored.block_size):
+        if not table and (other_scheme or options.block_size not in (None, stored.block_size)):
             option = f"scheme {options.scheme!r}" if other_scheme else f"block size {options.block_size}"
             raise UnsupportedError(
                 f"{module} is stored as {stored.scheme} int{stored.bits} blocks of {stored.block_size}, {option} would "
@@ -101,7 +112,7 @@ def _matrix_storage(checkpoint: Checkpoint, name: str, options: QuantizationOpti
         wide: Precision = "int8" if stored.bits == 8 else precision
         return Storage(precision=wide, block_size=stored.block_size, scheme=stored.scheme)
     scheme = DEFAULT_SCHEMES[precision] if table or options.scheme is None else options.scheme
-    return Storage(precision=precision, block_size=options.block_size, scheme=scheme)
+    return Storage(precision=precision, block_size=options.block_size or DEFAULT_BLOCK_SIZE, scheme=scheme)
 
 
 def keeps_blocks(stored: BlockFormat | QuantizedBlocks | None, storage: Storage) -> bool:

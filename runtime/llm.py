@@ -213,7 +213,6 @@ class _Completion:
         self._detokenizer = StreamingDetokenizer(tokenizer)
         self._stop = StopChecker(params.stop)
         self._pieces: list[str] = []
-        self._stopped = False
         self._first = self._last = 0.0
 
     def add(self, token: SampledToken) -> tuple[str, bool]:
@@ -223,15 +222,13 @@ class _Completion:
         self.tokens.append(token)
         if token.token_id in self._end_token_ids:
             return "", True
-        text, self._stopped = self._stop.feed(self._detokenizer.push(token.token_id))
+        text, stopped = self._stop.feed(self._detokenizer.push(token.token_id))
         self._pieces.append(text)
-        return text, self._stopped
+        return text, stopped
 
     def finish(self) -> str:
-        """Returns the text that was held back."""
-        if self._stopped:
-            return ""
-        text, self._stopped = self._stop.feed(self._detokenizer.flush())
+        """Returns the text that was held back, nothing after a stop string."""
+        text, _ = self._stop.feed(self._detokenizer.flush())
         text += self._stop.flush()
         self._pieces.append(text)
         return text

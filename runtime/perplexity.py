@@ -90,7 +90,7 @@ def perplexity(
     loss = total / (count * (window_tokens - 1))
     if not math.isfinite(loss):
         raise EdgeKitError(
-            f"the model's logits are not finite, so the text has a loss of {loss}; use a higher precision"
+            f"the model's logits are not finite, so the text has a loss of {loss}; export it at a higher precision"
         )
     return PerplexityReport(
         perplexity=math.exp(loss),
@@ -133,7 +133,8 @@ def _loss(logits: npt.NDArray[np.float32], targets: npt.NDArray[np.int64]) -> fl
         logits: shape (n, vocab), float32; overwritten.
         targets: Tokens that follow, shape (n,), int64.
     """
-    logits -= logits.max(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # infinite logits make a loss that is no number, which is found out
+        logits -= logits.max(axis=1, keepdims=True)
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
     totals = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
     return float((np.log(totals) - chosen).sum())

@@ -104,15 +104,16 @@ class _Conversation:
 def _converse(conversation: _Conversation) -> None:
     if sys.stdin.isatty():
         click.echo("Ask something; /help lists the commands.", err=True)
-    while True:
-        try:
-            line = _read_line()
-            if line is None or line == "/exit":
-                break
-            if line:
-                _handle(conversation, line)
-        except EdgeKitError as error:
-            click.echo(f"error: {error}", err=True)
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                line = _read_line()
+                if line is None or line == "/exit":
+                    break
+                if line:
+                    _handle(conversation, line)
+            except EdgeKitError as error:
+                click.echo(f"error: {error}", err=True)
     if sys.stdin.isatty():
         click.echo(err=True)  # the shell's prompt goes on a line of its own
 
@@ -133,7 +134,7 @@ def _handle(conversation: _Conversation, line: str) -> None:
 
 
 def _read_line() -> str | None:
-    """Returns the next line, stripped, or None when there is none or Ctrl-C was pressed; on a terminal, asks for it."""
+    """Returns the next line, stripped, or None when there is none; on a terminal, asks for it."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
             with suppress(ImportError):
@@ -143,13 +144,13 @@ def _read_line() -> str | None:
             click.echo(_PROMPT, err=True, nl=False)
         content = sys.stdin.buffer.readline()
         return decode(content, "stdin").strip() if content else None
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return None
 
 
 @contextmanager
 def _interrupt_cancels(session: Session) -> Iterator[None]:
-    """Makes Ctrl-C end the running answer; a second one, while that takes its time, ends the program."""
+    """Makes Ctrl-C end the running answer; a second one, while that takes its time, leaves the chat."""
 
     def cancel(_number: int, _frame: FrameType | None) -> None:
         session.cancel()

@@ -12,7 +12,7 @@ import click
 
 from edgekit.cli.options import collected, json_option, verbose_option
 from edgekit.cli.output import megabytes, parity_line, print_json, progress_bar, storage_counts, storage_line
-from edgekit.errors import MissingExtraError, UsageError
+from edgekit.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from edgekit.bundle import Bundle
@@ -75,7 +75,6 @@ def export(
 
     MODEL is a directory with safetensors, a .gguf file or the id of a Hugging Face repository.
     """
-    chosen = _effective(quantization)
     for package in _EXTRA_PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "export")
@@ -85,7 +84,7 @@ def export(
         from edgekit.export.storage_plan import QuantizationOptions
 
         options = ExportOptions(
-            quantization=QuantizationOptions(**chosen),
+            quantization=QuantizationOptions(**quantization),
             force=force,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -98,16 +97,6 @@ def export(
     click.echo(f"{bundle.path}: {megabytes(bundle.size_bytes)} in {seconds:.1f} s")
     click.echo(f"storage: {storage_line(bundle.manifest.storage)}")
     click.echo(f"parity: {parity_line(bundle.manifest.parity)}")
-
-
-def _effective(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that were given; refuses those of blocks where there are none."""
-    given = {name: value for name, value in quantization.items() if value}
-    for name in ("block_size", "requantize"):
-        if name in given and given["precision"] in ("fp32", "fp16"):
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} has no effect with precision {given['precision']}; use int4 or int8")
-    return given
 
 
 def _result(bundle: Bundle, seconds: float) -> dict[str, Any]:

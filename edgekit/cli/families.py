@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from edgekit.cli.options import json_option, verbose_option
@@ -22,8 +20,7 @@ def families(*, json: bool) -> None:
             "name": family.name,
             "model_types": family.model_types,
             "gguf_architectures": family.gguf_architectures,
-            # A family's file says in its first line what it covers.
-            "covers": (sys.modules[family.spec.__module__].__doc__ or "").partition("\n")[0],
+            "covers": family.covers,
         }
         for family in FAMILIES
     ]

@@ -42,6 +42,7 @@ class Family:
 
     Attributes:
         name: Name in specs and messages.
+        covers: Well-known models of the family, for people.
         model_types: Values of `model_type` in config.json.
         gguf_architectures: Values of `general.architecture` in GGUF files.
         spec: Reads a Hugging Face config; raises UnsupportedError for what the family file does not know and
@@ -54,6 +55,7 @@ class Family:
     """
 
     name: str
+    covers: str
     model_types: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
     spec: Callable[[Mapping[str, Any]], DecoderSpec]

@@ -94,6 +94,7 @@ def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices:
 
 FAMILY = Family(
     name="gpt_neox",
+    covers="Pythia, GPT-NeoX",
     model_types=("gpt_neox",),
     gguf_architectures=("gptneox",),
     spec=spec,

@@ -119,6 +119,7 @@ def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices | None:
 
 FAMILY = Family(
     name="llama",
+    covers="Llama 1 to 3, SmolLM2, TinyLlama, Vicuna",
     model_types=("llama",),
     gguf_architectures=("llama",),
     spec=spec,

@@ -32,6 +32,7 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="qwen3",
+    covers="Qwen3 (dense)",
     model_types=("qwen3",),
     gguf_architectures=("qwen3",),
     spec=spec,

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf import quants as gguf_quants
 
-from edgekit.export.quantize import CHUNK_ELEMENTS, SMALLEST_SCALE, quantize
+from edgekit.export.quantize import PART_ELEMENTS, SMALLEST_SCALE, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +185,7 @@ def test_a_constant_block_is_exact(value: float, bits: Bits, scheme: Scheme) -> 
     weight = np.full((2, 64), value, np.float32)
     blocks = quantize(weight, bits, 32, scheme)
     _check_layout(blocks, bits, scheme, 32)
-    np.testing.assert_allclose(blocks.dequantize(), weight, rtol=2**-11, atol=SMALLEST_SCALE / 2)
+    np.testing.assert_allclose(blocks.dequantize(), weight, rtol=2**-11, atol=float(SMALLEST_SCALE) / 2)
 
 
 @every_format
@@ -206,6 +206,21 @@ def test_weights_below_float16_are_rounded_to_its_multiples(
     error = quantize(weight, bits, 32, scheme).dequantize() - weight
     best = SMALLEST_SCALE / 2 if bits == 8 else np.abs(weight).max() / 8
     assert np.abs(error).max() <= best + SMALLEST_SCALE
+
+
+@every_format
+@every_block_size
+def test_the_largest_weights_that_there_may_be_stay_finite(
+    bits: Bits, scheme: Scheme, block_size: int, rng: np.random.Generator
+) -> None:
+    signs = rng.choice([-65504.0, 65504.0], (64, 256))
+    weight = np.where(rng.random((64, 256)) < 0.2, signs, rng.uniform(-65504, 65504, (64, 256))).astype(np.float32)
+    weight[:16] = np.abs(weight[:16])
+    weight[16:32] = signs[16:32]
+    blocks = quantize(weight, bits, block_size, scheme)
+    _check_layout(blocks, bits, scheme, block_size)
+    step = 65504 / (1 << (bits - 1)) + 32  # of the codes, and of float16 where it is coarsest
+    assert np.abs(blocks.dequantize() - weight).max() <= (2 if bits == 4 else 1) * step
 
 
 @pytest.mark.parametrize("value", [1e-20, 1e-30, 1e-40, 1e-45])
@@ -239,8 +254,8 @@ def test_rows_are_rounded_alike_however_many_there_are(
 ) -> None:
     weight = rng.standard_normal((37, 96)).astype(np.float32)
     whole = quantize(weight, bits, 32, scheme)
-    assert weight.size < CHUNK_ELEMENTS
-    monkeypatch.setattr("edgekit.export.quantize.CHUNK_ELEMENTS", 500)
+    assert weight.size < PART_ELEMENTS
+    monkeypatch.setattr("edgekit.export.quantize.PART_ELEMENTS", 500)
     pieces = quantize(weight, bits, 32, scheme)
     np.testing.assert_array_equal(pieces.codes, whole.codes)
     np.testing.assert_array_equal(pieces.scale, whole.scale)

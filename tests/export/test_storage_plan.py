@@ -97,8 +97,14 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern: str, tiny_llama: Pat
         ({"scheme": "afine"}, r"scheme 'afine'; known: affine, symmetric \(did you mean 'affine'\?\)"),
         ({"block_size": 48}, "block size 48; allowed: 16, 32, 64, 128"),
         ({"block_size": 0}, "block size 0; allowed: 16, 32, 64, 128"),
-        ({"precision": "fp16", "scheme": "affine"}, "scheme and keep have no effect with precision fp16"),
-        ({"precision": "fp32", "keep": ("layers.0.*",)}, "scheme and keep have no effect with precision fp32"),
+        ({"precision": "fp16", "scheme": "affine"}, "scheme has no effect with precision fp16"),
+        ({"precision": "fp16", "requantize": True}, "requantize has no effect with precision fp16"),
+        ({"precision": "fp16", "block_size": 32}, "block size has no effect with precision fp16"),
+        (
+            {"precision": "fp32", "scheme": "affine", "keep": ("x",)},
+            "scheme and keep have no effect with precision fp32",
+        ),
+        ({"precision": "fp32", "keep": ("layers.0.*",)}, "keep has no effect with precision fp32"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:

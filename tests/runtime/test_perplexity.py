@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import pytest
 
 from edgekit.errors import DoesNotFitError, EdgeKitError, UsageError
@@ -111,7 +110,15 @@ def test_logits_are_never_held_for_more_than_a_chunk(llm: LLM, monkeypatch: pyte
     assert rows == [CHUNK_TOKENS, CHUNK_TOKENS]
 
 
-def test_logits_that_are_not_numbers_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekit.runtime.perplexity._window_loss", lambda *_: float(np.nan))
-    with pytest.raises(EdgeKitError, match="the text has a loss of nan, for the model's logits are not finite"):
+@pytest.mark.parametrize("planted", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch, planted: float) -> None:
+    step = OnnxRuntimeRunner.step
+
+    def overflowed(runner: OnnxRuntimeRunner, inputs: StepInputs) -> StepOutputs:
+        outputs = step(runner, inputs)
+        outputs.logits[3, 5] = planted
+        return outputs
+
+    monkeypatch.setattr(OnnxRuntimeRunner, "step", overflowed)
+    with pytest.raises(EdgeKitError, match="the model's logits are not finite, so the text has a loss of nan; "):
         perplexity(llm, TEXT, window_tokens=40)

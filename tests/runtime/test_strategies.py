@@ -170,12 +170,13 @@ def _chi_square_deviation(drawn: Counter[tuple[int, ...]], expected: dict[tuple[
     return (sum((found - mean) ** 2 / mean for found, mean in cells) - freedom) / math.sqrt(2 * freedom)
 
 
-def test_the_penalty_counts_the_tokens_of_the_path(tiny_backend: Any) -> None:
-    prompt, params = _prompt(3), SamplingParams(repetition_penalty=1.3)
-    backend = tiny_backend("llama")
-    expected = _generated(backend, Autoregressive(), prompt, params)
-    assert expected != _generated(backend, Autoregressive(), prompt, SamplingParams())
-    assert _generated(backend, _Chain(prompt + expected, length=4), prompt, params) == expected
+def test_the_penalty_counts_the_tokens_of_the_path() -> None:
+    draft = Draft(token_ids=np.array([0, 1, 3]), parents=[-1, 0, 1])
+    logits = np.array([[0.0, 3.0, 0.0, 0.0], [0.0, 2.0, 0.0, 1.5], [9.0, 2.0, 1.9, 3.0]], np.float32)
+    # 0 came with the prompt, 1 and 3 on the path: each counts an eighth from then on.
+    accepted = accept(draft, logits, Sampler(SamplingParams(repetition_penalty=8.0)), [0])
+    assert [token.token_id for token in accepted.tokens] == [1, 3, 2]
+    assert accepted.nodes == [0, 1, 2]
 
 
 def test_of_equal_guesses_the_first_one_is_taken() -> None:

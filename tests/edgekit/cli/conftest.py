@@ -107,6 +107,7 @@ class Running:
         self._output = output
         self._keyboard = keyboard if isinstance(keyboard, int) else keyboard.fileno()
         self.seen = ""
+        self._unread = ""
 
     def write(self, text: str) -> None:
         os.write(self._keyboard, text.encode())
@@ -114,40 +115,38 @@ class Running:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def wait_for(self, text: str) -> str:
-        """Reads until `text` has come since the last call; returns all that came."""
-        found = ""
-        while text not in found:
+    def wait_for(self, text: str) -> None:
+        """Reads on until `text` has come."""
+        while text not in self._unread:
             piece = self._read()
-            assert piece, f"the process ended; it wrote {found!r} and not {text!r}"
-            found += piece
-        self.seen += found
-        return found
+            assert piece, f"the process ended without {text!r} after {self.seen!r}"
+            self._unread += piece
+        self._unread = self._unread.partition(text)[2]
 
     def wait_for_characters(self, count: int) -> None:
-        """Reads until so many characters have come since the last call."""
-        found = 0
-        while found < count:
+        """Reads on until so many characters have come."""
+        while len(self._unread) < count:
             piece = self._read()
             assert piece, f"the process ended after {self.seen!r}"
-            found += len(piece)
-            self.seen += piece
+            self._unread += piece
+        self._unread = self._unread[count:]
 
     def rest(self) -> str:
         """Returns what comes until the process ends."""
-        found = ""
         while piece := self._read():
-            found += piece
+            self._unread += piece
         self.process.wait(PATIENCE_S)
-        return found
+        return self._unread
 
     def _read(self) -> str:
         ready, _, _ = select.select([self._output], [], [], PATIENCE_S)
         assert ready, f"nothing came for {PATIENCE_S} s after {self.seen!r}"
         try:
-            return os.read(self._output, 1 << 16).decode(errors="replace")
+            piece = os.read(self._output, 1 << 16).decode(errors="replace")
         except OSError:  # a terminal that nobody writes to any more
             return ""
+        self.seen += piece
+        return piece
 
 
 @pytest.fixture

@@ -67,7 +67,8 @@ def test_blocks_of_a_gguf_are_rounded_again_only_on_request(
 def test_an_option_of_blocks_is_refused_where_there_are_none(invoke: Invoke, option: tuple[str, ...]) -> None:
     outcome = invoke("export", "model", "out", "--precision", "fp16", *option)
     assert outcome.status == 2
-    assert outcome.stderr == f"error: {option[0]} has no effect with precision fp16; use int4 or int8\n"
+    name = option[0].removeprefix("--").replace("-", " ")
+    assert outcome.stderr == f"error: {name} has no effect with precision fp16; use int4 or int8\n"
 
 
 def test_a_bundle_is_replaced_only_by_force(invoke: Invoke, tiny_llama: Path, tmp_path: Path) -> None:

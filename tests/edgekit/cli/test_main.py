@@ -177,3 +177,23 @@ def test_the_arguments_of_the_process_are_the_default(
     with pytest.raises(SystemExit, match="0"):
         main()
     assert capsys.readouterr().out == f"edgekit {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "fox", "--max-tokens", "1"),
+        ("chat", "--prompt", "fox", "--max-tokens", "1"),
+        ("bench", "--pp", "4", "--tg", "0", "--repetitions", "1"),
+        ("eval", "--text", __file__, "--windows", "1", "--window-tokens", "8"),
+        ("inspect", "--verify"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_on_a_device_no_command_needs_the_workbench(bundle: Path, arguments: tuple[str, ...]) -> None:
+    workbench = ("accelerate", "gguf", "huggingface_hub", "safetensors", "torch", "transformers")
+    block = f"import sys; sys.modules.update(dict.fromkeys({workbench}))"
+    command = [sys.executable, "-c", f"{block}; from edgekit.cli import main; main()", arguments[0], str(bundle)]
+    result = subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
