@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+# Threads that share tiny products only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
 TinyGguf: TypeAlias = Callable[[str, str], Path]
@@ -77,6 +79,14 @@ CHAT_TEMPLATE = (
 )
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 1]}
 _TEXT = "The quick brown fox jumps over 13 lazy dogs; in 2024 it's still jumping, isn't it? Ünïcödé works too."
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps lowered graphs and remembered verifications out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGEKIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,9 @@ class OnnxRuntimeCpu:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        # A plan of the memory is kept per shape of the inputs, and these change with every prompt and every growth
+        # of the cache.
+        options.enable_mem_pattern = False
         try:
             self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the C API's errors share no narrower base

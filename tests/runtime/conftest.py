@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,7 @@ from tokenizers import (
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.llm import LLM
-from edgekit.runtime.lowered import CACHE_VARIABLE, lowered_graph
+from edgekit.runtime.lowered import lowered_graph
 from edgekit.runtime.step import Backend as StepBackend
 from edgekit.runtime.step import StepInputs, StepOutputs, StepRunner
 from edgekit.runtime.tokenizer import Tokenizer
@@ -154,14 +154,6 @@ def _edited(backend: Backend, edit: Callable[[dict[str, Any]], None]) -> Backend
     content = json.loads(backend.to_str())
     edit(content["model"])
     return Backend.from_str(json.dumps(content))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps lowered graphs and remembered verifications out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="session")

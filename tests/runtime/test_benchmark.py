@@ -24,11 +24,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     return export_bundle(tiny_llama, output, options, lambda *_: None).path
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
-    monkeypatch.setenv("EDGEKIT_CACHE_DIR", str(bundle.parent / "cache"))
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Every step that is run, as (position of the first new token, new tokens)."""

@@ -30,9 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> LLM:
     folder = tmp_path_factory.mktemp("perplexity")
     options = ExportOptions(quantization=QuantizationOptions(precision="fp32"))
     export_bundle(tiny_llama, folder / "llama.edge", options, lambda *_: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGEKIT_CACHE_DIR", str(folder / "cache"))
-        return LLM(folder / "llama.edge")
+    return LLM(folder / "llama.edge")
 
 
 def _hugging_face_loss(model: PreTrainedModel, checkpoint: Path, window_tokens: int, windows: int) -> tuple[float, int]:

@@ -41,16 +41,6 @@ class Outcome:
 
 
 @pytest.fixture(scope="session")
-def lowered_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, lowered_here: Path) -> None:
-    monkeypatch.setenv("EDGEKIT_CACHE_DIR", str(lowered_here))
-
-
-@pytest.fixture(scope="session")
 def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> MakeBundle:
     """Exports a checkpoint at a precision, once. Do not change the bundle."""
     from edgekit.export.exporter import ExportOptions, export_bundle
