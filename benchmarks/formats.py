@@ -108,7 +108,7 @@ def report(results: dict[str, dict[str, Any]], peer: dict[str, float], threads: 
     for name, result, speed in rows:
         size = "" if result is None else f"{result['export']['size_bytes'] / 1e6:.1f}"
         quality = "" if result is None else f"{result['quality']['perplexity']:.2f}"
-        divergence = "" if result is None else f"{result['export']['parity']['kl_divergence']:.1e}"
+        divergence = "" if result is None else f"{result['export']['parity']['source']['kl_divergence']:.1e}"
         decode, prefill = speed["tg128"], speed["pp512"]
         click.echo(
             f"| {name} | {size} | {quality} | {divergence} | {decode:.0f} | {decode / peer['tg128']:.2f} "

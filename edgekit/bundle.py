@@ -51,22 +51,34 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layers: tuple[int, ...]
 
 
-class ParityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far the exported graph's logits are from the source model's, on one token sequence.
+class Divergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far the exported graph's logits are from others, on one token sequence.
 
     Attributes:
-        tokens: Length of the sequence.
         max_abs_error: Largest difference of a logit.
-        kl_divergence: Mean over positions of KL(source ‖ graph), in nats.
+        kl_divergence: Mean over positions of KL(other ‖ graph), in nats.
         top1_agreement: Fraction of positions with the same most likely token.
-        max_kl_divergence: The tolerance of the export's precision.
+        max_kl_divergence: The tolerance.
     """
 
-    tokens: int
     max_abs_error: float
     kl_divergence: float
     top1_agreement: float
     max_kl_divergence: float
+
+
+class ParityRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The check that every export ends with.
+
+    Attributes:
+        tokens: Length of the token sequence.
+        source: Against the source model: what the storage of the weights costs.
+        stored: Against the reference decoder on the weights as they are stored: whether the graph is right.
+    """
+
+    tokens: int
+    source: Divergence
+    stored: Divergence
 
 
 class MinimumVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

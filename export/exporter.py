@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -39,10 +39,11 @@ from edgekit.compress.decoder import stream_logits
 from edgekit.export.data_file import DataFile
 from edgekit.export.graph.builder import OPSET
 from edgekit.export.graph.decoder import build_graph
-from edgekit.export.parity import MAX_KL_DIVERGENCE, TEXT, compare, graph_logits
+from edgekit.export.parity import MAX_GRAPH_KL_DIVERGENCE, MAX_KL_DIVERGENCE, TEXT, compare, graph_logits
 from edgekit.export.quantize import quantize
 from edgekit.export.storage_plan import QuantizationOptions, keeps_blocks, plan_storage
-from edgekit.export.weights import BITS, Storage, StoredWeight, check_range, store
+from edgekit.export.weights import BITS, Storage, StoredWeight, check_range, read_stored, store
+from edgekit.spec import DecoderSpec
 from edgekit.version import __version__
 
 PARITY_TOKENS = 48
@@ -94,16 +95,18 @@ def export_bundle(
         open_checkpoint(source, revision=options.revision, trust_remote_code=options.trust_remote_code) as checkpoint,
     ):
         storage = plan_storage(checkpoint, options.quantization)
-        data_sha256 = write_graph(checkpoint, storage, staging, progress)
+        weights, data_sha256 = write_graph(checkpoint, storage, staging, progress)
         _write_text_files(checkpoint, staging)
-        parity = _check_parity(checkpoint, storage, staging, progress)
+        parity = _check_parity(checkpoint, _StoredModel(checkpoint.spec, weights, staging), staging, progress)
         progress("hash", 0, 1)
         write_manifest(staging, _manifest(checkpoint, storage, parity, staging, data_sha256))
     return open_bundle(output)
 
 
-def write_graph(checkpoint: Checkpoint, storage: dict[str, Storage], directory: Path, progress: Progress) -> str:
-    """Writes the portable graph and its weights; returns the sha256 of the data file in hex.
+def write_graph(
+    checkpoint: Checkpoint, storage: Mapping[str, Storage], directory: Path, progress: Progress
+) -> tuple[dict[str, StoredWeight], str]:
+    """Writes the portable graph and its weights; returns their places by name, and the data file's sha256 in hex.
 
     Args:
         checkpoint: The model.
@@ -124,7 +127,7 @@ def write_graph(checkpoint: Checkpoint, storage: dict[str, Storage], directory: 
     model = build_graph(checkpoint.spec, weights, __version__)
     sha256 = data.write(directory, progress)
     ir.save(model, directory / GRAPH)
-    return sha256
+    return weights, sha256
 
 
 def _store(data: DataFile, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], storage: Storage) -> StoredWeight:
@@ -150,21 +153,36 @@ def _write_text_files(checkpoint: Checkpoint, directory: Path) -> None:
     (directory / GENERATION).write_bytes(msgspec.json.format(msgspec.json.encode(generation), indent=1))
 
 
-def _check_parity(
-    checkpoint: Checkpoint, storage: dict[str, Storage], directory: Path, progress: Progress
-) -> ParityRecord:
-    progress("parity", 0, 2)
+@dataclass(frozen=True)
+class _StoredModel:
+    """The weights of a bundle that is being written, as they were stored."""
+
+    spec: DecoderSpec
+    weights: Mapping[str, StoredWeight]
+    directory: Path
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32] | QuantizedBlocks:
+        """Reads one weight."""
+        return read_stored(self.weights[name], self.directory)
+
+
+def _check_parity(checkpoint: Checkpoint, stored: _StoredModel, directory: Path, progress: Progress) -> ParityRecord:
     token_ids = _parity_tokens(checkpoint, directory)
-    expected = stream_logits(checkpoint, token_ids[None])[0]
-    progress("parity", 1, 2)
+    progress("parity: graph", 0, 3)
     got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
+    progress("parity: stored weights", 1, 3)
+    expected = stream_logits(stored, token_ids[None])[0]
+    graph = compare(expected, got, MAX_GRAPH_KL_DIVERGENCE, "what its weights say")
+    progress("parity: source weights", 2, 3)
+    expected = stream_logits(checkpoint, token_ids[None])[0]
     # Blocks that were kept lose nothing but the rounding of their offsets to fp16.
     precisions = {
-        "fp16" if keeps_blocks(checkpoint.block_format(name), storage[name]) else storage[name].precision
-        for name, shape in checkpoint.spec.tensor_shapes().items()
-        if len(shape) == 2
+        "fp16" if keeps_blocks(checkpoint.block_format(name), weight.storage) else weight.storage.precision
+        for name, weight in stored.weights.items()
+        if len(weight.shape) == 2
     }
-    return compare(expected, got, max(MAX_KL_DIVERGENCE[precision] for precision in precisions))
+    source = compare(expected, got, max(MAX_KL_DIVERGENCE[precision] for precision in precisions), "the model")
+    return ParityRecord(tokens=len(token_ids), source=source, stored=graph)
 
 
 def _parity_tokens(checkpoint: Checkpoint, directory: Path) -> npt.NDArray[np.int64]:

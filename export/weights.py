@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -140,6 +141,31 @@ def _encode(weight: StoredWeight, value: npt.NDArray[np.float32] | QuantizedBloc
         offset = [] if value.offset is None else [value.offset.T]
         return [stored, value.scale.T, *offset]
     return [value.T.astype(np.float32 if weight.storage.precision == "fp32" else np.float16)]
+
+
+def read_stored(weight: StoredWeight, directory: Path) -> npt.NDArray[np.float32] | QuantizedBlocks:
+    """Reads a weight back from the data file: the model's shape, blocks where it is quantized.
+
+    Args:
+        weight: A weight that was written.
+        directory: Where the data file is.
+    """
+    arrays: list[npt.NDArray[Any]] = []
+    for part in weight.parts:
+        raw = np.fromfile(directory / part.location, np.uint8, part.length or 0, offset=part.offset or 0)
+        shape = tuple(part.shape.numpy())
+        is_int4 = part.dtype == ir.DataType.INT4
+        arrays.append(unpack_int4(raw, shape) if is_int4 else raw.view(part.dtype.numpy()).reshape(shape))
+    if not weight.storage.quantized:
+        return arrays[0].T.astype(np.float32)
+    codes, scale, *offset = arrays
+    return QuantizedBlocks(
+        bits=BITS[weight.storage.precision],
+        block_size=weight.storage.block_size,
+        codes=codes[: weight.shape[1]].T,
+        scale=scale.T,
+        offset=offset[0].T if offset else None,
+    )
 
 
 def pack_int4(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:

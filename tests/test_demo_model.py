@@ -23,7 +23,7 @@ from edgekit.runtime.perplexity import perplexity
 pytestmark = pytest.mark.demo
 
 GGUF = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-EVAL_TEXT = os.environ.get("EDGEKIT_EVAL_TEXT")
+EVAL_TEXT = os.environ.get("EDGEKIT_TEST_TEXT")
 WINDOWS = 4
 PROMPTS = (
     "Name the capital of France.",
@@ -154,7 +154,7 @@ def test_the_int4_bundle_knows_paris(export: Export) -> None:
     assert answer.finish_reason == "stop"
 
 
-@pytest.mark.skipif(EVAL_TEXT is None, reason="no text to evaluate on: set EDGEKIT_EVAL_TEXT to a file")
+@pytest.mark.skipif(EVAL_TEXT is None, reason="no text to evaluate on: set EDGEKIT_TEST_TEXT to a file")
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0.001), ("int8", 0.005), ("int4", 0.02)])
 def test_perplexity_is_that_of_the_source_model(gguf: Path, export: Export, precision: str, allowed: float) -> None:
     from edgekit.compress.decoder import stream_logits

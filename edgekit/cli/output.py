@@ -50,9 +50,11 @@ def storage_line(storage: Mapping[str, str]) -> str:
 
 def parity_line(parity: ParityRecord) -> str:
     """Says how far an export is from its source."""
+    source, stored = parity.source, parity.stored
     return (
-        f"KL divergence {parity.kl_divergence:.2g} nats (allowed {parity.max_kl_divergence:g}), top-1 agreement "
-        f"{parity.top1_agreement:.1%}, largest logit error {parity.max_abs_error:.2g}, over {parity.tokens} tokens"
+        f"KL divergence {source.kl_divergence:.2g} nats (allowed {source.max_kl_divergence:g}), top-1 agreement "
+        f"{source.top1_agreement:.1%}, largest logit error {source.max_abs_error:.2g} over {parity.tokens} tokens; "
+        f"graph on its own weights {stored.kl_divergence:.1g} nats"
     )
 
 

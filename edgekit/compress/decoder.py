@@ -9,7 +9,7 @@ B is the batch, S the new tokens, P the past tokens, KV, dk and dv belong to a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edgekit.blocks import QuantizedBlocks
-from edgekit.checkpoint import Checkpoint, Weight
+from edgekit.checkpoint import Weight
 from edgekit.contract import MASKED
 from edgekit.spec import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
@@ -267,7 +267,18 @@ class Decoder(nn.Module):
         return DecoderOutput(functional.linear(hidden, head).float(), tuple(key_values))
 
 
-def load_decoder(checkpoint: Checkpoint) -> Decoder:
+class ModelWeights(Protocol):
+    """Weights by canonical name: a checkpoint, or anything else that reads like one."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The model that they belong to."""
+
+    def tensor(self, name: str) -> Weight:
+        """Reads one weight."""
+
+
+def load_decoder(checkpoint: ModelWeights) -> Decoder:
     """Reads a whole checkpoint into a decoder, float32; quantized weights are dequantized."""
     with torch.device("meta"):
         decoder = Decoder(checkpoint.spec)
@@ -276,7 +287,7 @@ def load_decoder(checkpoint: Checkpoint) -> Decoder:
     return decoder
 
 
-def load_layer(checkpoint: Checkpoint, index: int) -> DecoderLayer:
+def load_layer(checkpoint: ModelWeights, index: int) -> DecoderLayer:
     """Reads one layer of a checkpoint, float32; quantized weights are dequantized."""
     with torch.device("meta"):
         layer = DecoderLayer(checkpoint.spec, index)
@@ -286,7 +297,7 @@ def load_layer(checkpoint: Checkpoint, index: int) -> DecoderLayer:
 
 
 @torch.no_grad()
-def stream_logits(checkpoint: Checkpoint, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def stream_logits(checkpoint: ModelWeights, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Computes the logits of whole sequences with one layer in memory at a time.
 
     Args:

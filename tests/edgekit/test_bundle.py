@@ -15,6 +15,7 @@ from edgekit.bundle import (
     SCHEMA_VERSION,
     Bundle,
     CacheGroup,
+    Divergence,
     FileRecord,
     GenerationRecord,
     Manifest,
@@ -77,7 +78,9 @@ def _manifest() -> Manifest:
         storage={"embed_tokens.weight": "int8 symmetric block 32"},
         compression=({"step": "gqa", "groups": 2},),
         parity=ParityRecord(
-            tokens=48, max_abs_error=0.5, kl_divergence=0.01, top1_agreement=0.75, max_kl_divergence=1.0
+            tokens=48,
+            source=Divergence(max_abs_error=0.5, kl_divergence=0.01, top1_agreement=0.75, max_kl_divergence=1.0),
+            stored=Divergence(max_abs_error=1e-5, kl_divergence=1e-11, top1_agreement=1.0, max_kl_divergence=1e-6),
         ),
         minimum_versions=MinimumVersions(onnx_opset=21, onnxruntime="1.20", tensorrt="10.3"),
         files={

@@ -246,7 +246,7 @@ def test_a_gguf_bundle_has_the_logits_that_transformers_computes_from_the_file(
     got = load_graph(bundle, "portable").step(token_ids)
     # The offsets of Q4_1 blocks are rounded to float16.
     np.testing.assert_allclose(got, expected, atol=1e-2 if kind == "Q4_1" else 2e-4, rtol=0)
-    assert bundle.manifest.parity.max_kl_divergence == 1e-3
+    assert bundle.manifest.parity.source.max_kl_divergence == 1e-3
 
 
 @pytest.mark.parametrize(("kind", "options"), [("Q8_0", {"scheme": "symmetric"}), ("Q4_0", {}), ("Q4_1", {})])
@@ -259,4 +259,4 @@ def test_requantizing_a_gguf_rounds_its_values(
     values, _, _ = _gguf_codes(path, "blk.0.ffn_up.weight", kind)
     error = np.linalg.norm(stored - values) / np.linalg.norm(values)
     assert 0.01 < error < 0.12
-    assert bundle.manifest.parity.max_kl_divergence == 1.0
+    assert bundle.manifest.parity.source.max_kl_divergence == 1.0

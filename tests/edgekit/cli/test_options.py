@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from edgekit.cli import cli
 from edgekit.cli.options import collected
-from edgekit.export.storage_plan import BLOCK_SIZES, QuantizationOptions
+from edgekit.export.storage_plan import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, QuantizationOptions
 from edgekit.export.weights import PRECISIONS
 from edgekit.runtime import SamplingParams
 
@@ -73,7 +73,7 @@ def test_the_choices_of_the_export_are_those_of_its_options() -> None:
     assert tuple(precision.type.choices) == PRECISIONS
     assert tuple(block_size.type.choices) == BLOCK_SIZES
     assert precision.default == QuantizationOptions().precision
-    assert f"{QuantizationOptions().block_size} unless given" in (block_size.help or "")
+    assert f"{DEFAULT_BLOCK_SIZE} unless given" in (block_size.help or "")
 
 
 def test_collected_options_arrive_as_one_argument_beside_the_others() -> None:
