@@ -15,7 +15,10 @@ from edgekit.export.weights import BITS, PRECISIONS, Precision, Storage
 
 BLOCK_SIZES = (16, 32, 64, 128)
 DEFAULT_BLOCK_SIZE = 32
-DEFAULT_SCHEMES: dict[Precision, Scheme] = {"int4": "affine", "int8": "symmetric"}
+# Offsets take 6 % of an int8 matrix and leave a quarter less squared error; the tables are read once per step, and
+# their size and speed count for more.
+DEFAULT_SCHEME: Scheme = "affine"
+TABLE_SCHEME: Scheme = "symmetric"
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class QuantizationOptions:
 
     Attributes:
         precision: For the projections. The embedding and the head take int8 when this is int4 or int8.
-        scheme: `affine` or `symmetric` blocks; None for affine int4 and symmetric int8.
+        scheme: `affine` or `symmetric` blocks of the projections; None for affine, or for what a GGUF's blocks are.
         block_size: Inputs that share a scale: 16, 32, 64 or 128; None for 32, and for what a GGUF's blocks have.
         keep: Glob patterns of module names, such as ``layers.0.*``, that stay fp16.
         requantize: Round blocks that a GGUF has already rounded once more, where the options differ from them.
@@ -111,7 +114,7 @@ def _matrix_storage(checkpoint: Checkpoint, name: str, options: QuantizationOpti
             )
         wide: Precision = "int8" if stored.bits == 8 else precision
         return Storage(precision=wide, block_size=stored.block_size, scheme=stored.scheme)
-    scheme = DEFAULT_SCHEMES[precision] if table or options.scheme is None else options.scheme
+    scheme = TABLE_SCHEME if table else options.scheme or DEFAULT_SCHEME
     return Storage(precision=precision, block_size=options.block_size or DEFAULT_BLOCK_SIZE, scheme=scheme)
 
 

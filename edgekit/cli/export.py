@@ -31,7 +31,7 @@ _QUANTIZATION = {
     "scheme": click.option(
         "--scheme",
         type=click.Choice(["symmetric", "affine"]),
-        help="Blocks without or with an offset; affine for int4 and symmetric for int8 unless given.",
+        help="Blocks without or with an offset; affine unless given.",
     ),
     "block_size": click.option(
         "--block-size",

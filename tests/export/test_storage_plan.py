@@ -42,11 +42,11 @@ def test_the_default_is_affine_int4_with_int8_tables(tiny_llama: Path) -> None:
     assert _kinds(_plan(tiny_llama)) == ({"int4 affine block 32"}, {"int8 symmetric block 32"})
 
 
-def test_int8_is_symmetric_unless_told_otherwise(tiny_llama: Path) -> None:
+def test_int8_is_affine_unless_told_otherwise(tiny_llama: Path) -> None:
     kinds = _kinds(_plan(tiny_llama, precision="int8"))
-    assert kinds == ({"int8 symmetric block 32"}, {"int8 symmetric block 32"})
-    kinds = _kinds(_plan(tiny_llama, precision="int8", scheme="affine"))
     assert kinds == ({"int8 affine block 32"}, {"int8 symmetric block 32"})
+    kinds = _kinds(_plan(tiny_llama, precision="int8", scheme="symmetric"))
+    assert kinds == ({"int8 symmetric block 32"}, {"int8 symmetric block 32"})
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -160,7 +160,7 @@ def test_rounding_a_gguf_a_second_time_is_refused(
         ("Q4_0", {}, "int4 affine block 32"),
         ("Q8_0", {}, "int4 affine block 32"),
         ("Q8_0", {"scheme": "symmetric", "block_size": 64}, "int4 symmetric block 64"),
-        ("Q4_1", {"precision": "int8", "block_size": 16}, "int8 symmetric block 16"),
+        ("Q4_1", {"precision": "int8", "block_size": 16}, "int8 affine block 16"),
     ],
 )
 def test_requantizing_takes_the_options_as_they_are(

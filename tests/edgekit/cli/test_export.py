@@ -23,7 +23,7 @@ def test_the_summary_says_what_was_made(invoke: Invoke, tiny_llama: Path, tmp_pa
     made, storage, parity = outcome.stdout.splitlines()
     assert re.fullmatch(rf"{output}: {open_bundle(output).size_bytes / 1e6:.1f} MB in \d+\.\d s", made)
     # Two layers of seven projections, an embedding and a head.
-    assert storage == "storage: 16 × int8 symmetric block 32"
+    assert storage == "storage: 14 × int8 affine block 32, 2 × int8 symmetric block 32"
     record = open_bundle(output).manifest.parity.source
     assert parity.startswith(f"parity: KL divergence {record.kl_divergence:.2g} nats (allowed 0.05), top-1 agreement ")
     assert parity.endswith(" nats")
