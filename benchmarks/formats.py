@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-PEER = Path(__file__).with_name("transformers_speed.py")
+PEER = Path(__file__).with_name("transformers_peer.py")
 FORMATS: dict[str, list[str]] = {
     "fp32": ["--precision", "fp32"],
     "fp16": ["--precision", "fp16"],
@@ -40,9 +40,9 @@ def edgekit(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def transformers_speed(model: str, threads: int) -> dict[str, Any]:
+def transformers(model: str, threads: int, *options: str) -> dict[str, Any]:
     """Measures transformers in float32 on the same tokens."""
-    command = [sys.executable, str(PEER), model, "--threads", str(threads)]
+    command = [sys.executable, str(PEER), model, "--threads", str(threads), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -76,18 +76,18 @@ def main(model: str, text: str, windows: int, threads: int, rounds: int, output:
             quality = edgekit("eval", bundle, "--text", text, "--windows", str(windows), "--threads", str(threads))
             results[name] = {"bundle": bundle, "export": exported, "quality": quality, "speed": []}
         peer: list[dict[str, Any]] = []
-        for _ in range(rounds):
-            peer.append(transformers_speed(model, threads))
+        for first in (True, *[False] * (rounds - 1)):
+            peer.append(transformers(model, threads, *(["--text", text, "--windows", str(windows)] if first else [])))
             for result in results.values():
                 bench = ("bench", result["bundle"], "--threads", str(threads), "--repetitions", "3")
                 result["speed"].append(edgekit(*bench))
-    report(results, rates(peer), threads, windows)
+    report(results, peer, threads, windows)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         (output / "formats.json").write_text(json.dumps({"formats": results, "transformers": peer}, indent=1))
 
 
-def report(results: dict[str, dict[str, Any]], peer: dict[str, float], threads: int, windows: int) -> None:
+def report(results: dict[str, dict[str, Any]], peers: list[dict[str, Any]], threads: int, windows: int) -> None:
     """Prints the table, with speeds as ratios to transformers in this run too."""
     click.echo(f"{date.today()}, {platform.processor() or platform.machine()}, {threads} threads, {windows} windows\n")
     columns = (
@@ -103,11 +103,12 @@ def report(results: dict[str, dict[str, Any]], peer: dict[str, float], threads: 
     )
     click.echo(f"| {' | '.join(columns)} |")
     click.echo("|---" * len(columns) + "|")
-    rows = [("transformers fp32", None, peer)]
+    peer = rates(peers)
+    rows: list[tuple[str, dict[str, Any] | None, dict[str, float]]] = [("transformers fp32", None, peer)]
     rows += [(name, result, rates(result["speed"])) for name, result in results.items()]
     for name, result, speed in rows:
         size = "" if result is None else f"{result['export']['size_bytes'] / 1e6:.1f}"
-        quality = "" if result is None else f"{result['quality']['perplexity']:.2f}"
+        quality = f"{(peers[0] if result is None else result['quality'])['perplexity']:.2f}"
         divergence = "" if result is None else f"{result['export']['parity']['source']['kl_divergence']:.1e}"
         decode, prefill = speed["tg128"], speed["pp512"]
         click.echo(

@@ -165,30 +165,25 @@ def _heads(state: Lowering, block: Block) -> None:
 
     q|k|v [T, (H + 2·KV)·d] ─▶ [B, S, H + 2·KV, d] ─▶ Transpose ─▶ Split ─┬─▶ q|k ─▶ RotaryEmbedding ─▶ Split
                                                                           └─▶ new_value [B, KV, S, d]
+    Queries and keys that are normalized first are split first, since each has a weight of its own.
     """
     g, a = state.g, block.attributes
-    query, key, value, cos, sin, query_norm, key_norm = block.inputs
-    assert query is not None and key is not None and value is not None and cos is not None and sin is not None
+    query, key, value, _, _, query_norm, key_norm = block.inputs
     num_heads, kv, width = a["num_heads"], a["num_kv_heads"], a["key_dim"]
-    merged = state.merged.get((query, key, value))
-    if merged is not None and width == a["value_dim"]:
-        rows = _to_heads(state, merged, num_heads + 2 * kv, width)
-        if query_norm is None:
-            pair, new_value = g.ops("Split", [rows, g.ints(num_heads + kv, kv)], 2, {"axis": 1})
-            rotated = _rotate(state, block, pair, state[cos], state[sin])
-            q, k = g.ops("Split", [rotated, g.ints(num_heads, kv)], 2, {"axis": 1})
-        else:
-            q, k, new_value = g.ops("Split", [rows, g.ints(num_heads, kv, kv)], 3, {"axis": 1})
+    merged = state.merged.get((query, key, value)) if width == a["value_dim"] else None
+    rows = None if merged is None else _to_heads(state, merged, num_heads + 2 * kv, width)
+    if rows is not None and query_norm is None:
+        pair, new_value = g.ops("Split", [rows, g.ints(num_heads + kv, kv)], 2, {"axis": 1})
+        q, k = g.ops("Split", [_rotate(state, block, pair), g.ints(num_heads, kv)], 2, {"axis": 1})
     else:
-        q = _to_heads(state, state[query], num_heads, width)
-        k = _to_heads(state, state[key], kv, width)
-        new_value = _to_heads(state, state[value], kv, a["value_dim"])
-        rotated = None
-    if query_norm is not None or merged is None or width != a["value_dim"]:
-        q, k = (
-            _rotate(state, block, _head_norm(state, block, rows, weight), state[cos], state[sin])
-            for rows, weight in ((q, query_norm), (k, key_norm))
-        )
+        if rows is not None:
+            q, k, new_value = g.ops("Split", [rows, g.ints(num_heads, kv, kv)], 3, {"axis": 1})
+        else:
+            assert query is not None and key is not None and value is not None
+            q, k = _to_heads(state, state[query], num_heads, width), _to_heads(state, state[key], kv, width)
+            new_value = _to_heads(state, state[value], kv, a["value_dim"])
+        q = _rotate(state, block, _head_norm(state, block, q, query_norm))
+        k = _rotate(state, block, _head_norm(state, block, k, key_norm))
     state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, -1, width))
     state[block.outputs[1]] = g.op("Transpose", k, attributes={"perm": [0, 1, 3, 2]})
     state[block.outputs[2]] = new_value
@@ -207,16 +202,16 @@ def _head_norm(state: Lowering, block: Block, rows: ir.Value, weight: ir.Value |
     return state.g.op("SimplifiedLayerNormalization", rows, vectors(state, [weight]), attributes=attributes)
 
 
-def _rotate(state: Lowering, block: Block, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
+    """Rotates x [B, heads, S, dk] by the table of the new tokens."""
+    cos, sin = block.inputs[3:5]
+    assert cos is not None and sin is not None
     indices = state.once("token indices", lambda: _token_indices(state))
-    attributes: Mapping[str, int] = {"interleaved": 0}
+    attributes: dict[str, int] = {"interleaved": 0}
     if block.attributes["rotary_dim"] != block.attributes["key_dim"]:
-        attributes = {
-            **attributes,
-            "rotary_embedding_dim": block.attributes["rotary_dim"],
-            "num_heads": block.attributes["num_heads"],
-        }
-    return state.g.op(f"{MS}RotaryEmbedding", x, indices, cos, sin, attributes=attributes)
+        attributes["rotary_embedding_dim"] = block.attributes["rotary_dim"]
+        attributes["num_heads"] = block.attributes["num_heads"]  # which the operator wants to be told in this case
+    return state.g.op(f"{MS}RotaryEmbedding", x, indices, state[cos], state[sin], attributes=attributes)
 
 
 def _attention_bias(state: Lowering, block: Block) -> None:
