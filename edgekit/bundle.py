@@ -228,9 +228,16 @@ def _decode_manifest(directory: Path, text: bytes) -> Manifest:
                 f"bundle {str(directory)!r} has schema_version {version}, this EdgeKit reads up to {SCHEMA_VERSION}; "
                 "upgrade with: pip install -U edgekit"
             )
-        return msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptArtifactError(f"{MANIFEST} of bundle {str(directory)!r} is not valid: {error}") from error
+    grouped = sorted(layer for group in manifest.cache_groups for layer in group.layers)
+    if grouped != list(range(len(manifest.spec.layers))):
+        raise CorruptArtifactError(
+            f"{MANIFEST} of bundle {str(directory)!r} is not valid: its cache groups hold layers {grouped}, "
+            f"its spec has {len(manifest.spec.layers)}; each must be in one group"
+        )
+    return manifest
 
 
 def _check_file(directory: Path, name: str, record: FileRecord) -> None:
@@ -249,6 +256,7 @@ def _check_file(directory: Path, name: str, record: FileRecord) -> None:
         )
 
 
+_OLD = "-old"
 _in_use: set[Path] = set()
 """Staging directories of this process, whose threads may write several at once."""
 
@@ -262,22 +270,21 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
         force: Whether an existing result may be replaced.
 
     Raises:
-        UsageError: The target exists and force is False, or its parent does not exist.
+        UsageError: The target exists and force is False or it is not a bundle, or its parent does not exist.
         StorageError: The disk refused a write.
     """
-    target = target.absolute()
-    if target.exists() and not force:
-        raise UsageError(f"output {str(target)!r} exists; pass --force to replace it")
-    if target.exists() and not _is_bundle(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"output {str(target)!r} exists and is not a bundle; --force replaces bundles only")
+    target = Path(os.path.realpath(target))  # a link is followed, as any program that writes to it would
     if not target.parent.is_dir():
         raise UsageError(f"no such directory: {str(target.parent)!r}; create it first")
-    _remove_abandoned(target)
+    _clear_abandoned(target)
+    _check_free(target, force=force)
     staging = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     _in_use.add(staging)
     try:
         staging.mkdir()
         yield staging
+        _flush(staging)
+        _check_free(target, force=force)  # what has appeared in the meantime is not ours to replace either
         _replace(staging, target)
     except OSError as error:
         # Its own words name the file, which may be one that was read.
@@ -285,6 +292,20 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         _in_use.discard(staging)
+
+
+def _check_free(target: Path, *, force: bool) -> None:
+    if target.exists() and not force:
+        raise UsageError(f"output {str(target)!r} exists; pass --force to replace it")
+    if target.exists() and not _is_bundle(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"output {str(target)!r} exists and is not a bundle; --force replaces bundles only")
+
+
+def _flush(directory: Path) -> None:
+    """Brings the files to the disk before the rename that makes them count."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _is_bundle(directory: Path) -> bool:
@@ -297,8 +318,9 @@ def _is_bundle(directory: Path) -> bool:
 
 
 def _replace(staging: Path, target: Path) -> None:
-    # Two renames: a directory cannot be replaced in one, and the old bundle must not mix with the new.
-    old = staging.with_name(f"{staging.name}-old")
+    # Two renames: a directory cannot be replaced in one, and the old bundle must not mix with the new. Who is killed
+    # between them leaves the old one under another name, from which the next export restores it.
+    old = staging.with_name(f"{staging.name}{_OLD}")
     replaced = target.exists()
     if replaced:
         target.rename(old)
@@ -311,19 +333,22 @@ def _replace(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Removes what killed processes left; those still running keep theirs.
+def _clear_abandoned(target: Path) -> None:
+    """Removes what killed processes left, and restores a bundle that one was about to replace.
 
-    In containers a process often has the number of the one that was killed before it, so for its own number a
-    process goes by what it remembers.
+    Those still running keep theirs. In containers a process often has the number of the one that was killed before it,
+    so for its own number a process goes by what it remembers.
     """
     for leftover in target.parent.glob(f"{glob.escape(f'.{target.name}.partial-')}*"):
         process = leftover.name.removeprefix(f".{target.name}.partial-").split("-")[0]
         own = process == str(os.getpid())
-        staging = leftover.with_name(leftover.name.removesuffix("-old"))
+        staging = leftover.with_name(leftover.name.removesuffix(_OLD))
         alive = staging in _in_use if own else process.isdigit() and _is_running(int(process))
-        if not alive:
-            shutil.rmtree(leftover, ignore_errors=True)
+        if alive:
+            continue
+        if leftover.name.endswith(_OLD) and not target.exists():
+            leftover.rename(target)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_running(process_id: int) -> bool:

@@ -2,9 +2,9 @@
 
     EdgeKitError
     ├── UsageError             exit 2   a wrong option, value, path or prompt
-    ├── UnsupportedError       exit 3   a model, feature or platform that EdgeKit does not know
+    ├── UnsupportedError       exit 3   a model, feature, platform or format that EdgeKit does not know
     ├── DoesNotFitError        exit 4   more memory or context than there is
-    ├── CorruptArtifactError   exit 5   a file that is truncated, changed, missing or from the future
+    ├── CorruptArtifactError   exit 5   a file that is truncated, changed or missing
     ├── ParityError            exit 6   an export whose logits are not the model's
     ├── MissingExtraError      exit 3   an optional dependency that is not installed
     └── StorageError           exit 1   the disk refused a write
@@ -68,7 +68,7 @@ class DoesNotFitError(EdgeKitError):
 
 
 class CorruptArtifactError(EdgeKitError):
-    """A file that is truncated, changed, missing or written by a newer version."""
+    """A file that is truncated, changed or missing."""
 
     code = "corrupt"
     exit_code = 5

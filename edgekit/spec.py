@@ -20,11 +20,14 @@ Canonical module names, used by every part that touches weights (a `.weight` or 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from edgekit.rope import RopeSpec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""At least one; checked when a spec is read from JSON."""
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
@@ -57,10 +60,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         qk_norm: RMSNorm over each head's channels before rope, with one weight of `key_dim` for all heads.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    num_heads: Count
+    num_kv_heads: Count
+    key_dim: Count
+    value_dim: Count
     scale: float
     qkv_bias: bool
     o_bias: bool
@@ -83,7 +86,7 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bias: Whether its projections have biases.
     """
 
-    width: int
+    width: Count
     activation: Activation
     gated: bool
     bias: bool
@@ -119,9 +122,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     family: str
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
+    hidden_size: Count
+    vocab_size: Count
+    max_positions: Count
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     tie_word_embeddings: bool

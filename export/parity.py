@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from edgekit import contract
 from edgekit.bundle import Divergence
 from edgekit.errors import ParityError
 from edgekit.export.weights import Precision
+from edgekit.ort import ort
 from edgekit.spec import DecoderSpec
 
 FloatArray = npt.NDArray[np.float32]

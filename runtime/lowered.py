@@ -18,20 +18,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import onnxruntime as ort
 import platformdirs
 
 from edgekit.bundle import GRAPH, GRAPH_DATA, Bundle, FileRecord, sha256_file
 from edgekit.errors import CorruptArtifactError, DoesNotFitError, EdgeKitError, StorageError, UnsupportedError
+from edgekit.ort import ort
 
 TARGET = "ort-cpu"
 CACHE_VARIABLE = "EDGEKIT_CACHE_DIR"
 FILES = "files.json"
+UNUSED_DAYS = 30
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,15 @@ def lowered_graph(bundle: Bundle) -> Path:
         EdgeKitError: The lowering failed; the error says why.
     """
     directory = cache_directory() / "lowered" / f"{bundle.digest[:32]}-{TARGET}-{_version()}"
-    if not _is_whole(directory):
+    if _is_whole(directory):
+        _note_use(directory)
+    else:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             with _locked(directory.with_name(f"{directory.name}.lock")):
                 if not _is_whole(directory):  # nobody has made it in the meantime
                     logger.info("lowering %s for ONNX Runtime on this CPU (once)", bundle.path)
+                    _remove_unused(directory.parent)
                     _make(bundle.file(GRAPH), directory)
         except OSError as error:
             raise StorageError(
@@ -78,6 +83,21 @@ def lowered_graph(bundle: Bundle) -> Path:
                 "to a directory that can be written"
             ) from error
     return directory / GRAPH
+
+
+def _note_use(directory: Path) -> None:
+    with suppress(OSError):  # of a cache that can only be read
+        os.utime(directory)
+
+
+def _remove_unused(parent: Path) -> None:
+    """Removes what nobody has loaded for a month: graphs of bundles that are gone, or of another version's code."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for entry in parent.iterdir():
+        with suppress(OSError):  # another process may be at it too
+            if entry.stat().st_mtime < oldest:
+                logger.info("removing the unused %s", entry)
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _make(graph: Path, directory: Path) -> None:
@@ -102,7 +122,7 @@ def _is_whole(directory: Path) -> bool:
     try:
         files = msgspec.json.decode((directory / FILES).read_bytes(), type=dict[str, FileRecord])
         _verify_once(directory, directory.name, files, lambda: _check(directory, files))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, msgspec.DecodeError, CorruptArtifactError) as error:
         logger.warning("the lowered graph in %s cannot be used: %s", directory, error)
@@ -156,16 +176,21 @@ def _run_lowering(graph: Path, output: Path) -> None:
     except OSError as error:
         raise EdgeKitError(f"lowering {str(graph)!r} failed: cannot start {sys.executable!r}: {error}") from error
     if done.returncode != 0:
-        kinds = (UnsupportedError, DoesNotFitError, CorruptArtifactError)
-        kind = next((kind for kind in kinds if kind.exit_code == done.returncode), EdgeKitError)
-        raise kind(f"lowering {str(graph)!r} failed: {_reason(done)}")
+        raise _failure(graph, done)
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
+def _failure(graph: Path, done: subprocess.CompletedProcess[str]) -> EdgeKitError:
+    """Turns the end of the lowering into the error that it met; see `edgekit.export.lowering.__main__`."""
+    what = f"lowering {str(graph)!r} failed"
     if done.returncode < 0:
-        return f"killed by {signal.Signals(-done.returncode).name}, perhaps for lack of memory"
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+        return EdgeKitError(f"{what}: killed by {signal.Signals(-done.returncode).name}, perhaps for lack of memory")
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    code, separator, message = last.partition("\t")
+    kinds = {kind.code: kind for kind in (UnsupportedError, DoesNotFitError, CorruptArtifactError, StorageError)}
+    if not separator or code not in kinds:
+        return EdgeKitError(f"{what}: {last}")
+    hint = f"; free some space, or set ${CACHE_VARIABLE} to another directory" if code == StorageError.code else ""
+    return kinds[code](f"{what}: {message}{hint}")
 
 
 def _version() -> str:

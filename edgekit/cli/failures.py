@@ -7,7 +7,7 @@
 | 2      | usage          | a wrong option, value, path or prompt                                  |
 | 3      | unsupported, missing_extra | a model, feature or platform that EdgeKit does not know    |
 | 4      | does_not_fit   | more memory or context than there is                                   |
-| 5      | corrupt        | a file that is truncated, changed, missing or from the future          |
+| 5      | corrupt        | a file that is truncated, changed or missing                           |
 | 6      | parity         | an export whose logits are not the model's                             |
 | 130    |                | interrupted by Ctrl-C                                                  |
 | 143    |                | ended by SIGTERM                                                       |

@@ -1,4 +1,7 @@
-"""``python -m edgekit.export.lowering TARGET GRAPH OUT``: the lowering in a process of its own."""
+"""``python -m edgekit.export.lowering TARGET GRAPH OUT``: the lowering in a process of its own.
+
+A failure's code and message are the last line on stderr, with a tab between them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def main(arguments: list[str]) -> int:
     try:
         lower_graph(Path(graph), target, Path(output))
     except EdgeKitError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{error.code}\t{error}\n")
         return error.exit_code
     return 0
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from edgekit import contract
 from edgekit.errors import CorruptArtifactError
+from edgekit.ort import ort
 from edgekit.runtime.cache import CacheArrays, KVCache, LayerStack
 from edgekit.runtime.step import StepInputs, StepOutputs
 from edgekit.spec import DecoderSpec
@@ -57,10 +57,32 @@ class OnnxRuntimeCpu:
             reason = " ".join(str(error).split())
             raise CorruptArtifactError(f"ONNX Runtime cannot load {str(graph)!r}: {reason}") from error
         self.spec = spec
+        _check_interface(self._session, spec, graph)
 
     def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
         """Starts a conversation that keeps its past in `cache`."""
         return OnnxRuntimeRunner(self._session, self.spec.vocab_size, cache)
+
+
+def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Path) -> None:
+    """Compares the graph's inputs and outputs with the spec that the runtime sizes its arrays by."""
+    expected: dict[str, tuple[int | None, ...]] = {contract.LOGITS: (None, None, spec.vocab_size)}
+    for index, layer in enumerate(spec.layers):
+        kv, key, value = layer.attention.num_kv_heads, layer.attention.key_dim, layer.attention.value_dim
+        expected[contract.past_key(index)] = expected[contract.new_key(index)] = (None, kv, key, None)
+        expected[contract.past_value(index)] = expected[contract.new_value(index)] = (None, kv, None, value)
+    shared = (contract.INPUT_IDS, contract.POSITION_IDS, contract.NEW_BIAS, contract.past_bias(0), contract.LOGIT_ROWS)
+    found = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
+    differing = set(found) ^ {*expected, *shared}
+    for name, shape in expected.items():
+        sizes = found.get(name, ())
+        if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes, strict=True)):
+            differing.add(name)
+    if differing:
+        raise CorruptArtifactError(
+            f"{str(graph)!r} is not the graph of the bundle's spec: they differ in {sorted(differing)[0]!r}; export or "
+            "copy the bundle again"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

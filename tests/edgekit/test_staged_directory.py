@@ -187,6 +187,48 @@ def test_a_leftover_with_the_number_of_this_process_is_cleared_away(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [".output.partial-x", "out"]
 
 
+@pytest.mark.parametrize("is_bundle", [False, True])
+def test_what_appears_in_the_meantime_is_not_replaced(is_bundle: bool, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def lose_the_race() -> None:
+        with staged_directory(target, force=False) as staging:
+            (staging / "file").touch()
+            target.mkdir()
+            (target / "precious").touch()
+            if is_bundle:
+                _write_bundle(target)
+
+    with pytest.raises(UsageError, match="exists; pass --force"):
+        lose_the_race()
+    assert (target / "precious").exists()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_bundle_that_a_killed_process_had_moved_aside_comes_back(path: Path, tmp_path: Path) -> None:
+    aside = path.rename(tmp_path / f".{path.name}.partial-x-old")
+    with pytest.raises(UsageError, match="exists; pass --force"), staged_directory(path, force=False):
+        pass
+    assert (path / "contents").read_text() == "old"
+    # Where the new one did appear, the old one is rubbish.
+    _write_bundle(aside, "older")
+    with staged_directory(path, force=True) as staging:
+        _write_bundle(staging, "new")
+    assert (path / "contents").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.edge"
+    link.symlink_to(path)
+    with staged_directory(link, force=True) as staging:
+        _write_bundle(staging, "new")
+    assert link.is_symlink()
+    assert (path / "contents").read_text() == "new"
+    assert list((tmp_path / "elsewhere").iterdir()) == [link]
+
+
 def test_threads_that_write_the_same_target_do_not_disturb_each_other(path: Path) -> None:
     written, entered = threading.Event(), threading.Event()
     failures: list[EdgeKitError] = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -18,8 +21,10 @@ from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.lowered import lowered_graph
 from edgekit.runtime.step import StepInputs, StepOutputs, StepRunner, causal_step
+from edgekit.spec import DecoderSpec
 
 TOLERANCE = 1e-4
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _tokens(count: int, seed: int = 0) -> Any:
@@ -174,3 +179,38 @@ def test_a_damaged_graph_is_refused_in_one_line(form: str, damage: Any, tiny_bun
     with pytest.raises(CorruptArtifactError, match=r"^ONNX Runtime cannot load '.*copy/model\.onnx': .+") as caught:
         OnnxRuntimeCpu(directory / GRAPH, bundle.manifest.spec, 1)
     assert "\n" not in str(caught.value)
+
+
+def _attention(spec: DecoderSpec, **changes: int) -> DecoderSpec:
+    first = spec.layers[0]
+    changed = msgspec.structs.replace(first, attention=msgspec.structs.replace(first.attention, **changes))
+    return msgspec.structs.replace(spec, layers=(changed, *spec.layers[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda spec: msgspec.structs.replace(spec, layers=spec.layers[:-1]), "new_key_values.1.key"),
+        (lambda spec: msgspec.structs.replace(spec, layers=(*spec.layers, spec.layers[0])), "new_key_values.2.key"),
+        (lambda spec: msgspec.structs.replace(spec, vocab_size=spec.vocab_size - 1), "logits"),
+        (lambda spec: _attention(spec, num_kv_heads=4), "new_key_values.0.key"),
+        (lambda spec: _attention(spec, key_dim=8), "new_key_values.0.key"),
+        (lambda spec: _attention(spec, value_dim=8), "new_key_values.0.value"),
+    ],
+)
+def test_a_spec_that_is_not_the_graphs_is_refused_at_load(change: Any, name: str, tiny_bundle: Any) -> None:
+    bundle = tiny_bundle()
+    with pytest.raises(CorruptArtifactError, match=f"is not the graph of the bundle's spec: they differ in '{name}'"):
+        OnnxRuntimeCpu(lowered_graph(bundle), change(bundle.manifest.spec), 1)
+
+
+def test_the_telemetry_of_onnx_runtime_is_off_before_it_is_imported() -> None:
+    code = (
+        "import os, sys; os.environ.pop('ORT_DISABLE_TELEMETRY', None); import edgekit.ort;"
+        "print(os.environ['ORT_DISABLE_TELEMETRY'], 'onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True"]
+    sources = [path for folder in ("edgekit", "export", "runtime", "devices") for path in (ROOT / folder).rglob("*.py")]
+    importing = [path.name for path in sources if "import onnxruntime as ort" in path.read_text(encoding="utf-8")]
+    assert importing == ["ort.py"]

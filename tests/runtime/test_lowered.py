@@ -196,6 +196,31 @@ def test_a_failing_lowering_gives_its_reason_and_leaves_nothing_behind(bundle: B
     assert [path for path in (cache / "lowered").iterdir() if path.is_dir()] == []
 
 
+def test_graphs_that_nobody_has_loaded_for_a_month_are_removed_when_another_is_made(
+    bundle: Bundle, tiny_bundle: Any, cache: Path
+) -> None:
+    first = lowered_graph(bundle).parent
+    (cache / "lowered" / "abandoned.lock").touch()
+    month_ago = first.stat().st_mtime - 31 * 24 * 3600
+    for path in (first, cache / "lowered" / "abandoned.lock"):
+        os.utime(path, (month_ago, month_ago))
+    lowered_graph(bundle)  # a use
+    lowered_graph(tiny_bundle("gpt_neox"))
+    assert first.is_dir()
+    assert not (cache / "lowered" / "abandoned.lock").exists()
+    os.utime(first, (month_ago, month_ago))
+    lowered_graph(tiny_bundle("qwen3"))
+    assert not first.exists()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_full_disk_in_the_other_process_is_a_storage_error(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = subprocess.CompletedProcess([], 1, "", "noise\nstorage\tcannot write 'x': No space left on device\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: report)
+    with pytest.raises(StorageError, match=r"failed: cannot write 'x': No space left on device; free some space, or"):
+        lowered_graph(bundle)
+
+
 @pytest.mark.usefixtures("cache")
 def test_the_kind_of_the_failure_survives_the_process(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered, "TARGET", "nonsense")
@@ -210,6 +235,7 @@ def test_the_kind_of_the_failure_survives_the_process(bundle: Bundle, monkeypatc
         ("kill -9 $$", "failed: killed by SIGKILL, perhaps for lack of memory"),
         ("exit 7", "failed: exit status 7"),
         ("echo one >&2; echo two >&2; exit 1", "failed: two"),
+        ("failed: disk full; free some space, or set .EDGEKIT_CACHE_DIR",),
     ],
 )
 def test_a_process_that_dies_is_reported(
