@@ -107,4 +107,4 @@ def test_the_program_lowers_and_returns_the_status_of_a_failure(
     assert main(["ort-gpu", graph, str(tmp_path)]) == UnsupportedError.exit_code
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "lowering target 'ort-gpu'; known: ort-cpu (did you mean 'ort-cpu'?)\n"
+    assert err == "unsupported\tlowering target 'ort-gpu'; known: ort-cpu (did you mean 'ort-cpu'?)\n"
