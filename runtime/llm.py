@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -64,8 +64,7 @@ class LLM:
             UnsupportedError: A newer EdgeKit wrote it.
             CorruptArtifactError: A file is missing or not as the manifest recorded it.
         """
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads is {threads}; it must be at least 1")
+        _check_arguments(bundle, threads)
         self.bundle = open_bundle(Path(bundle))
         verify_once(self.bundle)
         self.threads = threads or default_threads()
@@ -117,11 +116,15 @@ class LLM:
         session = session or self._session
         if session.backend is not self.backend:
             raise UsageError("the session belongs to another LLM object; make one with new_session")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"params is {params!r}; it must be SamplingParams (SamplingParams.from_mapping reads a dict)"
+            )
         if isinstance(prompt, str):
             # Empty text stays an empty prompt, whatever token the tokenizer puts first.
             token_ids = self.tokenizer.encode_prompt(prompt) if prompt else []
         else:
-            token_ids = list(prompt)
+            token_ids = _as_list(prompt)
         session.check_prompt(token_ids)
         return self._run(token_ids, params or SamplingParams(), session, started)
 
@@ -248,6 +251,20 @@ class _Completion:
             ),
             logprobs=None if self._params.logprobs is None else tuple(self.tokens),
         )
+
+
+def _check_arguments(bundle: object, threads: object) -> None:
+    """Refuses what no type checker has seen."""
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise UsageError(f"threads is {threads!r}; it must be an integer, at least 1")
+    if not isinstance(bundle, (str, os.PathLike)):
+        raise UsageError(f"bundle is {bundle!r}; it must be a path")
+
+
+def _as_list(prompt: object) -> list[int]:
+    if not isinstance(prompt, Iterable):
+        raise UsageError(f"the prompt is {prompt!r}; it must be text or token ids")
+    return list(prompt)
 
 
 def _last(chunks: Iterator[CompletionChunk]) -> CompletionOutput:

@@ -87,6 +87,8 @@ class SamplingParams:
         Raises:
             UsageError: A field is unknown, has the wrong type or is out of range.
         """
+        if not isinstance(mapping, Mapping):
+            raise UsageError(f"sampling options are {mapping!r}; they must be a mapping from names to values")
         known = [field.name for field in fields(cls)]
         for name in mapping:
             if name not in known:

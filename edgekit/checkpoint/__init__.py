@@ -81,8 +81,8 @@ def _open_directory(directory: Path, origin: Origin, *, trust_remote_code: bool)
     config = read_json(directory / "config.json")
     if config.get("auto_map") and not trust_remote_code:
         raise UnsupportedError(
-            f"{origin.id!r} brings its own model code (auto_map), which is never run; pass trust_remote_code if that "
-            f"code computes what model_type {config.get('model_type')!r} does"
+            f"{origin.id!r} brings its own model code (auto_map), which is never run; pass --trust-remote-code "
+            f"(trust_remote_code=True) if that code computes what model_type {config.get('model_type')!r} does"
         )
     family = family_for(config)
     spec = _with_end_tokens(family.spec(config), generation_defaults(directory))

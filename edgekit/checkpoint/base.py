@@ -174,7 +174,9 @@ class Checkpoint:
         weight = self._tensors.read(source.name, source.rows)
         numbers = (weight.scale, weight.offset) if isinstance(weight, QuantizedBlocks) else (weight,)
         if not all(np.isfinite(array).all() for array in numbers if array is not None):
-            raise CorruptArtifactError(f"checkpoint {self._origin.id!r} has infinite values in tensor {source.name!r}")
+            raise CorruptArtifactError(
+                f"checkpoint {self._origin.id!r} has values that are infinite or not numbers in tensor {source.name!r}"
+            )
         return weight
 
     def block_format(self, name: str) -> BlockFormat | None:

@@ -72,10 +72,12 @@ def _shards(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / _WEIGHTS).is_file():
         return [directory / _WEIGHTS]
-    raise UnsupportedError(
-        f"{directory} has neither {_WEIGHTS} nor {_INDEX}; pickled weights (pytorch_model.bin) are not read: "
-        "convert them with save_pretrained"
-    )
+    if any(directory.glob("pytorch_model*.bin")):
+        raise UnsupportedError(
+            f"{directory} has pickled weights only, which can run code and are not read; convert them to {_WEIGHTS} "
+            "with save_pretrained"
+        )
+    raise CorruptArtifactError(f"{directory} has neither {_WEIGHTS} nor {_INDEX}; download or copy it again")
 
 
 def _open(path: Path) -> Any:

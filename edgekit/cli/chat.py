@@ -52,6 +52,8 @@ def chat(
     """
     if json and prompt is None:
         raise UsageError("--json prints one answer; add --prompt")
+    if prompt == "":
+        raise UsageError("the prompt is empty; give some text")
     if sampling["logprobs"] is not None and not json:
         raise UsageError("logprobs are reported in JSON only; add --json and --prompt")
 

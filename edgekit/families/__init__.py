@@ -21,7 +21,9 @@ def family_for(config: Mapping[str, Any]) -> Family:
         UnsupportedError: Its `model_type` is missing or belongs to no known family.
     """
     by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
-    model_type = str(config.get("model_type"))
+    if "model_type" not in config:
+        raise UnsupportedError(f"config.json names no model_type; known: {', '.join(sorted(by_type))}")
+    model_type = str(config["model_type"])
     if model_type not in by_type:
         raise UnsupportedError(f"model_type {one_of(model_type, by_type)}")
     return by_type[model_type]

@@ -134,17 +134,22 @@ def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) ->
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
             refuse(family, key, config[key], neutral)
-    read = _convert(config, kind, family)
+    read = _convert(config, kind, f"config.json of a {family} model")
     if set(read.layer_types or ()) - {"full_attention"}:
         refuse(family, "layer_types", read.layer_types, ("full_attention",))
     return read
 
 
-def _convert(values: Mapping[str, Any], kind: type[_StructT], family: str) -> _StructT:
+def _convert(values: Mapping[str, Any], kind: type[_StructT], where: str) -> _StructT:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise CorruptArtifactError(f"the {family} config cannot be read: {error}") from error
+        # msgspec says what is wrong and, as a path, which key it is; not what the key holds.
+        key = str(error).rpartition("$.")[2].partition("`")[0] if "$." in str(error) else ""
+        value = f" (it is {reprlib.repr(values[key])})" if key in values else ""
+        raise CorruptArtifactError(
+            f"{where} cannot be read: {error}{value}; correct it or get the file again"
+        ) from error
 
 
 def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> NoReturn:
@@ -189,7 +194,7 @@ def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fract
     if config.original_max_position_embeddings is not None:
         values["original_max_position_embeddings"] = config.original_max_position_embeddings
     values.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    parameters = _convert(values, _ROPE_KINDS[kind], family)
+    parameters = _convert(values, _ROPE_KINDS[kind], f"rope_parameters of kind {kind!r} in config.json")
     theta = parameters.rope_theta or config.rope_theta or 10000.0
     fraction = parameters.partial_rotary_factor or config.partial_rotary_factor or default_fraction
     rotary_dim = int(head_dim * fraction)

@@ -287,9 +287,9 @@ def test_a_session_of_another_model_is_refused(tiny_llm: LLM, tiny_bundle: Any) 
         tiny_llm.stream(PROMPT, session=other.new_session())
 
 
-@pytest.mark.parametrize("threads", [0, -1])
-def test_no_threads_are_refused(threads: int, tiny_bundle: Any) -> None:
-    with pytest.raises(UsageError, match=f"threads is {threads}; it must be at least 1"):
+@pytest.mark.parametrize("threads", [0, -1, "x", 1.5, True])
+def test_no_threads_are_refused(threads: Any, tiny_bundle: Any) -> None:
+    with pytest.raises(UsageError, match=f"threads is {threads!r}; it must be an integer, at least 1"):
         LLM(tiny_bundle().path, threads=threads)
 
 
@@ -339,3 +339,13 @@ def test_a_tokenizer_of_another_size_than_the_embedding_never_yields_what_it_can
 def _added(place: int, token: str) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return {"id": place, "content": token, **flags}
+
+
+def test_arguments_of_another_type_are_refused_by_name(tiny_llm: Any) -> None:
+    with pytest.raises(UsageError, match=r"params is \{'max_tokens': 2\}; it must be SamplingParams"):
+        tiny_llm.generate("hi", {"max_tokens": 2})
+    with pytest.raises(UsageError, match="the prompt is None; it must be text or token ids"):
+        tiny_llm.generate(None)
+    wrong: Any = 5
+    with pytest.raises(UsageError, match="bundle is 5; it must be a path"):
+        LLM(wrong)

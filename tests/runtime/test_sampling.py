@@ -293,3 +293,9 @@ def test_a_mapping_gives_the_same_parameters_as_keywords() -> None:
 
 def test_a_lone_stop_string_is_one_stop_string() -> None:
     assert SamplingParams.from_mapping({"stop": "END"}).stop == ("END",)
+
+
+@pytest.mark.parametrize("options", [None, [], "max_tokens"])
+def test_options_that_are_no_mapping_are_refused(options: Any) -> None:
+    with pytest.raises(UsageError, match="must be a mapping from names to values"):
+        SamplingParams.from_mapping(options)

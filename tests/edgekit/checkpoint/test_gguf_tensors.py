@@ -187,7 +187,7 @@ def test_values_that_are_not_finite_are_refused(
     path.write_bytes(contents)
     with open_checkpoint(path) as checkpoint:
         assert np.isfinite(_values(checkpoint.tensor("layers.0.mlp.up_proj.weight"))).all()
-        with pytest.raises(CorruptArtifactError, match=r"infinite values in tensor 'blk\.1\.ffn_up\.weight'"):
+        with pytest.raises(CorruptArtifactError, match=r"infinite or not numbers in tensor 'blk\.1\.ffn_up\.weight'"):
             checkpoint.tensor("layers.1.mlp.up_proj.weight")
 
 

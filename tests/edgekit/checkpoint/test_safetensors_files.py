@@ -221,7 +221,7 @@ def test_values_that_are_not_finite_are_refused(edit_checkpoint: EditCheckpoint,
     directory = edit_checkpoint("llama", tensors=lambda tensors: tensors[Q_PROJ][5].fill_(value))
     with (
         open_checkpoint(directory) as checkpoint,
-        pytest.raises(CorruptArtifactError, match=rf"infinite values in tensor '{Q_PROJ}'"),
+        pytest.raises(CorruptArtifactError, match=rf"infinite or not numbers in tensor '{Q_PROJ}'"),
     ):
         checkpoint.tensor("layers.0.self_attn.q_proj.weight")
 
@@ -229,7 +229,16 @@ def test_values_that_are_not_finite_are_refused(edit_checkpoint: EditCheckpoint,
 def test_pickled_weights_are_not_read(edit_checkpoint: EditCheckpoint) -> None:
     directory = edit_checkpoint("llama")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(UnsupportedError, match=r"pickled weights \(pytorch_model\.bin\) are not read: convert them"):
+    with pytest.raises(
+        UnsupportedError, match=r"pickled weights only, .* not read; convert them to model\.safetensors"
+    ):
+        open_checkpoint(directory)
+
+
+def test_a_directory_without_weights_says_which_files_are_looked_for(edit_checkpoint: EditCheckpoint) -> None:
+    directory = edit_checkpoint("llama")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CorruptArtifactError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_checkpoint(directory)
 
 

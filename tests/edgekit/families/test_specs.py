@@ -250,7 +250,7 @@ def test_the_head_width_is_the_configs_where_it_has_one() -> None:
     ("config", "changes", "message"),
     [
         (LLAMA_3_2_1B, {"model_type": "lama"}, r"model_type 'lama'; known: gpt_neox, llama, qwen3 \(did you mean 'll"),
-        (LLAMA_3_2_1B, {"model_type": ...}, r"model_type 'None'; known: gpt_neox, llama, qwen3"),
+        (LLAMA_3_2_1B, {"model_type": ...}, r"config.json names no model_type; known: gpt_neox, llama, qwen3"),
         (
             LLAMA_3_2_1B,
             {"quantization_config": {"quant_method": "awq"}},
@@ -294,20 +294,28 @@ def test_what_is_not_implemented_is_refused_by_name(
         (
             LLAMA_3_2_1B,
             {"hidden_size": ...},
-            r"the llama config cannot be read: .*missing required field `hidden_size`",
+            r"config.json of a llama model cannot be read: .*missing required field `hidden_size`",
         ),
-        (QWEN3_0_6B, {"num_hidden_layers": "28"}, r"the qwen3 config cannot be read: Expected `int`, got `str`"),
+        (
+            QWEN3_0_6B,
+            {"num_hidden_layers": "28"},
+            r"config.json of a qwen3 model cannot be read: Expected `int`, got `str` - at .*layers` \(it is '28'\)",
+        ),
         (
             PYTHIA_160M,
             {"vocab_size": 0},
-            r"the gpt_neox config cannot be read: Expected `int` >= 1 - at `\$\.vocab_size`",
+            r"config.json of a gpt_neox model cannot be read: Expected `int` >= 1 - at `\$\.vocab_size`",
         ),
         (PYTHIA_160M, {"num_attention_heads": -12}, r"Expected `int` >= 1 - at `\$\.num_attention_heads`"),
-        (LLAMA_3_2_1B, {"eos_token_id": "</s>"}, r"the llama config cannot be read: .*eos_token_id"),
+        (
+            LLAMA_3_2_1B,
+            {"eos_token_id": "</s>"},
+            r"config.json of a llama model cannot be read: .*eos_token_id` \(it is '</s>'\)",
+        ),
         (
             LLAMA_3_2_1B,
             {"rope_scaling": {"rope_type": "linear"}},
-            r"the llama config cannot be read: .*missing required field `factor`",
+            r"rope_parameters of kind 'linear' in config.json cannot be read: .*missing required field `factor`",
         ),
         (
             LLAMA_3_2_1B,
