@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgekit.cli.interrupt import interrupt_cancels
 from edgekit.cli.options import bundle_argument, json_option, sampling_options, threads_option, verbose_option
 from edgekit.cli.output import completion_json, print_json, print_statistics, stream_text
 from edgekit.cli.text_input import decode
@@ -130,7 +129,7 @@ def _handle(conversation: _Conversation, line: str) -> None:
     elif re.fullmatch(r"/\w+", line):
         raise UsageError(f"no such command: {one_of(line, _COMMANDS)}")
     else:
-        with _interrupt_cancels(conversation.session):
+        with interrupt_cancels(conversation.session):
             output = stream_text(conversation.answer(line))
         print_statistics(output)
 
@@ -148,18 +147,3 @@ def _read_line() -> str | None:
         return decode(content, "stdin").strip() if content else None
     except EOFError:
         return None
-
-
-@contextmanager
-def _interrupt_cancels(session: Session) -> Iterator[None]:
-    """Makes Ctrl-C end the running answer; a second one, while that takes its time, leaves the chat."""
-
-    def cancel(_number: int, _frame: FrameType | None) -> None:
-        session.cancel()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

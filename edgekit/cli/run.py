@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edgekit.cli.interrupt import INTERRUPTED, interrupt_cancels
 from edgekit.cli.options import bundle_argument, json_option, sampling_options, threads_option, verbose_option
 from edgekit.cli.output import completion_json, print_json, print_statistics, stream_text
 from edgekit.cli.text_input import read_file, read_stdin, without_line_end
@@ -33,7 +34,8 @@ def run(
 ) -> None:
     """Continues PROMPT, as it is, with the model in BUNDLE.
 
-    A PROMPT of - is read from stdin. The last line end of stdin or of a file does not count.
+    A PROMPT of - is read from stdin. The last line end of stdin or of a file does not count. Ctrl-C ends the text;
+    what there is of it is reported, and the exit status is 130.
     """
     if sampling["logprobs"] is not None and not json:
         raise UsageError("logprobs are reported in JSON only; add --json")
@@ -43,10 +45,18 @@ def run(
 
     params = SamplingParams(**sampling)
     llm = LLM(bundle, threads=threads)
+    session = llm.new_session()
+    with interrupt_cancels(session):
+        if json:
+            output = llm.generate(text, params, session=session)
+        else:
+            output = stream_text(llm.stream(text, params, session=session))
     if json:
-        print_json(completion_json(llm.generate(text, params)))
-        return
-    print_statistics(stream_text(llm.stream(text, params)))
+        print_json(completion_json(output))
+    else:
+        print_statistics(output)
+    if output.finish_reason == "cancelled":
+        click.get_current_context().exit(INTERRUPTED)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

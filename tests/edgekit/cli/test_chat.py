@@ -168,3 +168,9 @@ def test_on_a_terminal_ctrl_c_ends_an_answer_and_each_way_out_leaves(
     running.write(leave)
     assert "error" not in running.rest()
     assert running.process.returncode == 0
+
+
+def test_an_empty_question_is_refused(invoke: Invoke, bundle: Path) -> None:
+    outcome = invoke("chat", bundle, "--prompt", "")
+    assert (outcome.status, outcome.stdout) == (2, "")
+    assert outcome.stderr == "error: the prompt is empty; give some text\n"

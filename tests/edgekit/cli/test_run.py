@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -8,6 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from edgekit.runtime import LLM, SamplingParams
+from edgekit.runtime.sampling import Sampler
 
 Invoke: TypeAlias = Callable[..., Any]
 
@@ -88,14 +91,32 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(invoke: In
     assert "tokens, the model's context 256; " in outcome.json["error"]["message"]
 
 
-def test_text_appears_while_it_is_generated_and_an_interrupt_ends_it_quietly(
+def test_text_appears_while_it_is_generated_and_an_interrupt_ends_it_with_statistics(
     start: Callable[..., Any], endless_bundle: Path
 ) -> None:
     running = start("run", endless_bundle, TEXT, "--max-tokens", 1_000_000, "--ignore-eos")
     running.wait_for_characters(1)
     assert running.process.poll() is None
     running.interrupt()
+    running.wait_for("finished by cancelled]")
     running.rest()
     assert running.process.returncode == 130
     assert "Traceback" not in running.seen
     assert "error" not in running.seen
+
+
+def test_an_interrupt_leaves_the_json_of_what_was_generated(
+    invoke: Invoke, endless_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sampler.sample
+
+    def interrupted(self: Sampler, logits: Any, history: Any) -> Any:
+        if len(history) > 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return sample(self, logits, history)
+
+    monkeypatch.setattr(Sampler, "sample", interrupted)
+    outcome = invoke("run", endless_bundle, TEXT, "--max-tokens", 1_000, "--ignore-eos", "--json")
+    assert outcome.status == 130
+    assert outcome.json["finish_reason"] == "cancelled"
+    assert 0 < outcome.json["usage"]["completion_tokens"] < 1_000
