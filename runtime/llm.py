@@ -262,7 +262,8 @@ def _check_arguments(bundle: object, threads: object) -> None:
 
 
 def _as_list(prompt: object) -> list[int]:
-    if not isinstance(prompt, Iterable):
+    # Bytes would pass for token ids, and an array without dimensions for a sequence.
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) != 1:
         raise UsageError(f"the prompt is {prompt!r}; it must be text or token ids")
     return list(prompt)
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from edgekit.errors import CorruptArtifactError, UnsupportedError
 
+_AGAIN = "; download or copy it again"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
@@ -112,7 +113,7 @@ class _Cursor:
 
     def _check(self, following: int = 0) -> None:
         if self.position + following > len(self._view):
-            raise CorruptArtifactError(f"{self._path} ends within its header, after {len(self._view)} bytes")
+            raise CorruptArtifactError(f"{self._path} ends within its header, after {len(self._view)} bytes{_AGAIN}")
 
 
 def read_container(path: Path) -> GgufContainer:
@@ -123,7 +124,7 @@ def read_container(path: Path) -> GgufContainer:
         UnsupportedError: A version, byte order, split or tensor type that is not implemented.
     """
     if path.stat().st_size == 0:
-        raise CorruptArtifactError(f"{path} is empty")
+        raise CorruptArtifactError(f"{path} is empty{_AGAIN}")
     data = np.memmap(path, mode="r", dtype=np.uint8)
     if bytes(data[:4]) != b"GGUF":
         raise CorruptArtifactError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")
@@ -167,7 +168,9 @@ def _tensor_info(path: Path, name: str, cursor: _Cursor) -> TensorInfo:
 def _place(path: Path, name: str, info: TensorInfo, start: int, file_size: int) -> TensorInfo:
     offset = start + info.offset
     if offset + info.size > file_size:
-        raise CorruptArtifactError(f"{path} is truncated: {name!r} ends at byte {offset + info.size} of {file_size}")
+        raise CorruptArtifactError(
+            f"{path} is truncated: {name!r} ends at byte {offset + info.size} of {file_size}{_AGAIN}"
+        )
     return TensorInfo(shape=info.shape, format=info.format, offset=offset)
 
 

@@ -82,11 +82,11 @@ def _shards(directory: Path) -> list[Path]:
 
 def _open(path: Path) -> Any:
     if not path.is_file():
-        raise CorruptArtifactError(f"{path} is missing")
+        raise CorruptArtifactError(f"{path} is missing; download or copy it again")
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise CorruptArtifactError(f"{path} cannot be read: {error}") from error
+        raise CorruptArtifactError(f"{path} cannot be read: {error}; download or copy it again") from error
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

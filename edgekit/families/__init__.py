@@ -21,7 +21,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
         UnsupportedError: Its `model_type` is missing or belongs to no known family.
     """
     by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
-    if "model_type" not in config:
+    if config.get("model_type") is None:
         raise UnsupportedError(f"config.json names no model_type; known: {', '.join(sorted(by_type))}")
     model_type = str(config["model_type"])
     if model_type not in by_type:

@@ -134,7 +134,7 @@ def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) ->
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
             refuse(family, key, config[key], neutral)
-    read = _convert(config, kind, f"config.json of a {family} model")
+    read = _convert(config, kind, f"the config of a {family} model")
     if set(read.layer_types or ()) - {"full_attention"}:
         refuse(family, "layer_types", read.layer_types, ("full_attention",))
     return read
@@ -194,7 +194,7 @@ def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fract
     if config.original_max_position_embeddings is not None:
         values["original_max_position_embeddings"] = config.original_max_position_embeddings
     values.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    parameters = _convert(values, _ROPE_KINDS[kind], f"rope_parameters of kind {kind!r} in config.json")
+    parameters = _convert(values, _ROPE_KINDS[kind], f"{family} rope_parameters of kind {kind!r}")
     theta = parameters.rope_theta or config.rope_theta or 10000.0
     fraction = parameters.partial_rotary_factor or config.partial_rotary_factor or default_fraction
     rotary_dim = int(head_dim * fraction)

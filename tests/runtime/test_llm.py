@@ -344,8 +344,9 @@ def _added(place: int, token: str) -> dict[str, Any]:
 def test_arguments_of_another_type_are_refused_by_name(tiny_llm: Any) -> None:
     with pytest.raises(UsageError, match=r"params is \{'max_tokens': 2\}; it must be SamplingParams"):
         tiny_llm.generate("hi", {"max_tokens": 2})
-    with pytest.raises(UsageError, match="the prompt is None; it must be text or token ids"):
-        tiny_llm.generate(None)
+    for prompt in (None, b"hi", bytearray(b"hi"), np.array(5), np.zeros((1, 2), np.int64)):
+        with pytest.raises(UsageError, match="it must be text or token ids"):
+            tiny_llm.generate(prompt)
     wrong: Any = 5
     with pytest.raises(UsageError, match="bundle is 5; it must be a path"):
         LLM(wrong)

@@ -119,7 +119,7 @@ def test_a_truncated_file_is_named(damaged: Callable[[Callable[[bytearray], Any]
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").touch()
-    with pytest.raises(CorruptArtifactError, match=r"empty\.gguf is empty"):
+    with pytest.raises(CorruptArtifactError, match=r"empty\.gguf is empty; download or copy it again"):
         open_checkpoint(tmp_path / "empty.gguf")
 
 
@@ -159,7 +159,7 @@ def test_an_impossible_length_is_refused_without_reading_on(
         key = b"tokenizer.ggml.tokens"
         struct.pack_into("<Q", contents, contents.index(key) + len(key) + 8, count)
 
-    with pytest.raises(CorruptArtifactError, match="ends within its header"):
+    with pytest.raises(CorruptArtifactError, match=r"ends within its header.*; download or copy it again"):
         read_container(damaged(lengthen))
 
 

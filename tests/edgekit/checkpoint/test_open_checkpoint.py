@@ -145,7 +145,9 @@ def test_an_unknown_model_is_refused(edit_checkpoint: EditCheckpoint) -> None:
 def test_code_of_a_checkpoint_is_refused_unless_trusted_and_never_run(edit_checkpoint: EditCheckpoint) -> None:
     directory = edit_checkpoint("llama", config={"auto_map": {"AutoConfig": "code.Config"}})
     (directory / "code.py").write_text("raise SystemExit('the code was run')")
-    with pytest.raises(UnsupportedError, match=r"brings its own model code \(auto_map\), which is never run"):
+    with pytest.raises(
+        UnsupportedError, match=r"brings its own model code \(auto_map\), which is never run; pass --trust-remote-code"
+    ):
         open_checkpoint(directory)
     with open_checkpoint(directory, trust_remote_code=True) as checkpoint:
         assert checkpoint.family.name == "llama"

@@ -294,28 +294,28 @@ def test_what_is_not_implemented_is_refused_by_name(
         (
             LLAMA_3_2_1B,
             {"hidden_size": ...},
-            r"config.json of a llama model cannot be read: .*missing required field `hidden_size`",
+            r"the config of a llama model cannot be read: .*missing required field `hidden_size`",
         ),
         (
             QWEN3_0_6B,
             {"num_hidden_layers": "28"},
-            r"config.json of a qwen3 model cannot be read: Expected `int`, got `str` - at .*layers` \(it is '28'\)",
+            r"the config of a qwen3 model cannot be read: Expected `int`, got `str` - at .*layers` \(it is '28'\)",
         ),
         (
             PYTHIA_160M,
             {"vocab_size": 0},
-            r"config.json of a gpt_neox model cannot be read: Expected `int` >= 1 - at `\$\.vocab_size`",
+            r"the config of a gpt_neox model cannot be read: Expected `int` >= 1 - at `\$\.vocab_size`",
         ),
         (PYTHIA_160M, {"num_attention_heads": -12}, r"Expected `int` >= 1 - at `\$\.num_attention_heads`"),
         (
             LLAMA_3_2_1B,
             {"eos_token_id": "</s>"},
-            r"config.json of a llama model cannot be read: .*eos_token_id` \(it is '</s>'\)",
+            r"the config of a llama model cannot be read: .*eos_token_id` \(it is '</s>'\)",
         ),
         (
             LLAMA_3_2_1B,
             {"rope_scaling": {"rope_type": "linear"}},
-            r"rope_parameters of kind 'linear' in config.json cannot be read: .*missing required field `factor`",
+            r"llama rope_parameters of kind 'linear' cannot be read: .*missing required field `factor`",
         ),
         (
             LLAMA_3_2_1B,
