@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgekit.errors import StorageError
+from edgekit.progress import Progress
 
 # Tensors start on a cache line; those of a page or more start on a page, so that a reader may map them.
 ALIGNMENT_BYTES = 64
@@ -46,7 +47,7 @@ class DataFile:
         self._entries.append((name, tensors, load))
         return tensors
 
-    def write(self, directory: Path, progress: Callable[[str, int, int], None]) -> str:
+    def write(self, directory: Path, progress: Progress) -> str:
         """Writes the file and returns its sha256 in hex.
 
         Args:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,13 +42,11 @@ from edgekit.export.parity import MAX_GRAPH_KL_DIVERGENCE, MAX_KL_DIVERGENCE, TE
 from edgekit.export.quantize import quantize
 from edgekit.export.storage_plan import QuantizationOptions, keeps_blocks, plan_storage
 from edgekit.export.weights import BITS, Storage, StoredWeight, check_range, read_stored, store
+from edgekit.progress import Progress
 from edgekit.spec import DecoderSpec
 from edgekit.version import __version__
 
 PARITY_TOKENS = 48
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with (what, done, total); totals differ between the phases of an export."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from edgekit.bundle import open_bundle
 from edgekit.errors import DoesNotFitError, UsageError
+from edgekit.progress import Progress
 from edgekit.runtime.llm import LLM
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.peak_memory import peak_memory_bytes
@@ -24,9 +24,6 @@ from edgekit.runtime.sampling import SampledToken, SamplingParams
 
 DEPTH_DECODE_TOKENS = 32
 """Tokens that are generated behind each depth: few, so that the past has about the length that the row says."""
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with (what, done, total)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +180,7 @@ def _check_fits(row: Row, max_positions: int) -> None:
 
 
 def _measure(llm: LLM, row: Row, repetitions: int, progress: Progress | None) -> Measurement:
-    vocab_size = min(llm.bundle.manifest.spec.vocab_size, llm.tokenizer.vocab_size)
-    prompt = np.random.default_rng(0).integers(vocab_size, size=row.past_tokens or row.tokens).tolist()
+    prompt = np.random.default_rng(0).integers(llm.vocab_size, size=row.past_tokens or row.tokens).tolist()
     session = llm.new_session()
     seconds = []
     for repetition in range(1 + repetitions):
@@ -192,7 +188,7 @@ def _measure(llm: LLM, row: Row, repetitions: int, progress: Progress | None) ->
             progress(row.name, repetition, 1 + repetitions)
         if not row.past_tokens:
             session.reset()
-        seconds.append(_seconds(session.generate(prompt, SamplingParams(), vocab_size), row))
+        seconds.append(_seconds(session.generate(prompt, SamplingParams(), llm.vocab_size), row))
     return Measurement(
         name=row.name, tokens=row.tokens, seconds=tuple(seconds[1:]), peak_memory_bytes=peak_memory_bytes()
     )

@@ -50,6 +50,7 @@ class LLM:
         tokenizer: Its tokenizer.
         threads: Threads that compute.
         end_token_ids: Tokens that end a generation: those of the model's configs and the chat template's.
+        vocab_size: Token ids that may be drawn: those that both the model and the tokenizer know.
     """
 
     def __init__(self, bundle: str | os.PathLike[str], *, threads: int | None = None) -> None:
@@ -72,7 +73,7 @@ class LLM:
         self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
         self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle), spec, self.threads)
         self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
-        self._vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
+        self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._session = self.new_session()
@@ -190,7 +191,7 @@ class LLM:
             cached = session.shared_prefix(prompt)
             completion = _Completion(self.tokenizer, params, frozenset() if params.ignore_eos else self.end_token_ids)
             finish: FinishReason = "length"
-            for token in session.generate(prompt, params, self._vocab_size):
+            for token in session.generate(prompt, params, self.vocab_size):
                 text, stopped = completion.add(token)
                 if stopped:
                     finish = "stop"

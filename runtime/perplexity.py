@@ -7,23 +7,19 @@ measured is the decoder as it runs: lowered graph, cache and all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekit.errors import DoesNotFitError, EdgeKitError, UsageError
+from edgekit.progress import Progress
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.llm import LLM
 from edgekit.runtime.step import StepRunner, causal_step
 
 # Logits of a whole window would be the largest array of the process: 100 MB at 50 000 tokens of vocabulary.
 CHUNK_TOKENS = 128
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with (what, done, total)."""
 
 
 @dataclass(frozen=True, kw_only=True)

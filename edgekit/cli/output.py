@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from edgekit.cli.options import is_verbose
 
 if TYPE_CHECKING:
     from edgekit.bundle import ParityRecord
+    from edgekit.progress import Progress
     from edgekit.runtime import CompletionChunk, CompletionOutput
 
 
@@ -96,20 +97,21 @@ def print_statistics(output: CompletionOutput) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Progress]:
     """Shows a bar on stderr if that is a terminal, and no log needs it; gives the function that moves it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
     from rich.table import Column
 
     console = Console(stderr=True)
     what = TextColumn("{task.description}", table_column=Column(width=36, no_wrap=True))
     hidden = is_verbose() or not console.is_terminal
     columns = (what, BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("starting", total=None)
+    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=what, completed=done, total=total)
 
         yield show

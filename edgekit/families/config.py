@@ -14,7 +14,7 @@ import msgspec
 
 from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
 from edgekit.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
-from edgekit.spec import Activation
+from edgekit.spec import Activation, DecoderSpec, LayerSpec
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _ConfigT = TypeVar("_ConfigT", bound="FamilyConfig")
@@ -201,6 +201,21 @@ def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fract
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         refuse(family, "rotary width", rotary_dim, (f"even, up to the head's {head_dim} channels",))
     return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=parameters.scaling())
+
+
+def uniform_decoder(config: FamilyConfig, family: str, layer: LayerSpec) -> DecoderSpec:
+    """Returns the spec of a decoder whose layers are all alike and whose final norm is of the same kind as theirs."""
+    return DecoderSpec(
+        family=family,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        layers=(layer,) * config.num_hidden_layers,
+        norm=layer.norm,
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=token_ids(config.eos_token_id),
+    )
 
 
 def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:

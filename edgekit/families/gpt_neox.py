@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from edgekit.families.base import Family, RowIndices
-from edgekit.families.config import Count, FamilyConfig, Positive, activation, read_config, refuse, rope_spec, token_ids
+from edgekit.families.config import (
+    Count,
+    FamilyConfig,
+    Positive,
+    activation,
+    read_config,
+    refuse,
+    rope_spec,
+    uniform_decoder,
+)
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 _FUSED = ("q_proj", "k_proj", "v_proj")
@@ -64,17 +73,7 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
         norm=norm,
         parallel_residual=read.use_parallel_residual,
     )
-    return DecoderSpec(
-        family="gpt_neox",
-        hidden_size=read.hidden_size,
-        vocab_size=read.vocab_size,
-        max_positions=read.max_position_embeddings,
-        layers=(layer,) * read.num_hidden_layers,
-        norm=norm,
-        tie_word_embeddings=read.tie_word_embeddings,
-        bos_token_id=read.bos_token_id,
-        eos_token_ids=token_ids(read.eos_token_id),
-    )
+    return uniform_decoder(read, "gpt_neox", layer)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from edgekit.families.config import (
     read_config,
     refuse,
     rope_spec,
-    token_ids,
+    uniform_decoder,
 )
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
@@ -93,17 +93,7 @@ def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> 
         ),
         norm=norm,
     )
-    return DecoderSpec(
-        family=family,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        layers=(layer,) * config.num_hidden_layers,
-        norm=norm,
-        tie_word_embeddings=config.tie_word_embeddings,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=token_ids(config.eos_token_id),
-    )
+    return uniform_decoder(config, family, layer)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from edgekit.spec import Activation
 def gated_activation(g: GraphBuilder, gate: ir.Value, up: ir.Value, activation: Activation) -> ir.Value:
     """Returns act(gate) · up; both have shape (B, S, width) float32."""
     with g.block("gated_activation", [gate, up], {"activation": activation}) as outputs:
-        y = g.op("Mul", _activate(g, gate, activation), up)
+        y = g.op("Mul", activate(g, gate, activation), up)
         outputs.append(y)
     return y
 
@@ -25,12 +25,13 @@ def gated_activation(g: GraphBuilder, gate: ir.Value, up: ir.Value, activation: 
 def plain_activation(g: GraphBuilder, x: ir.Value, activation: Activation) -> ir.Value:
     """Returns act(x), shape (B, S, width) float32."""
     with g.block("activation", [x], {"activation": activation}) as outputs:
-        y = _activate(g, x, activation)
+        y = activate(g, x, activation)
         outputs.append(y)
     return y
 
 
-def _activate(g: GraphBuilder, x: ir.Value, activation: Activation) -> ir.Value:
+def activate(g: GraphBuilder, x: ir.Value, activation: Activation) -> ir.Value:
+    """The arithmetic of an activation, without a block of its own."""
     if activation == "silu":
         return g.op("Mul", x, g.op("Sigmoid", x))
     if activation == "relu":

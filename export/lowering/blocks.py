@@ -96,9 +96,7 @@ class Lowering:
         """Sets the counterpart; a graph output stays one under its name."""
         self._values[value] = replacement
         if value.is_graph_output():
-            assert value.name is not None and value.dtype is not None and value.shape is not None
-            shape = [size if isinstance(size, int) else str(size.value) for size in value.shape]
-            self.g.output(replacement, value.name, value.dtype, shape)
+            self.g.output(replacement, *_signature(value))
 
     def operands(self, block: Block) -> tuple[ir.Value, ...]:
         """Returns the inputs of a block that has all of them."""
@@ -153,9 +151,7 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
     g = GraphBuilder(source.name or "decoder")
     state = Lowering(source=source, blocks=read_blocks(source), g=g, data=DataFile(location))
     for value in source.inputs:
-        assert value.name is not None and value.dtype is not None and value.shape is not None
-        shape = [size if isinstance(size, int) else str(size.value) for size in value.shape]
-        state[value] = g.input(value.name, value.dtype, shape)
+        state[value] = g.input(*_signature(value))
     done: set[str] = set()
     for node in source:
         name = node.metadata_props.get(BLOCK_ID)
@@ -177,6 +173,19 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
     lowered = ir.Model(g.graph, ir_version=model.ir_version, producer_name=model.producer_name)
     RemoveUnusedNodesPass()(lowered)
     return lowered, state.data
+
+
+def keep(state: Lowering, block: Block) -> None:
+    """Emits a block as the portable graph has it: for what a target has no better operator for."""
+    for node in state.source:
+        if node.metadata_props.get(BLOCK_ID) == block.name:
+            _copy(state, node)
+
+
+def _signature(value: ir.Value) -> tuple[str, ir.DataType, list[int | str]]:
+    """Returns the name, type and shape of an input or output of a graph."""
+    assert value.name is not None and value.dtype is not None and value.shape is not None
+    return value.name, value.dtype, [size if isinstance(size, int) else str(size.value) for size in value.shape]
 
 
 def _copy(state: Lowering, node: ir.Node) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekit import contract
-from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering
+from edgekit.export.graph.mlp import activate
+from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, keep
 from edgekit.export.lowering.packing import dimension, packed, vectors, widened
 
 FLOAT = ir.DataType.FLOAT.value
@@ -214,18 +215,6 @@ def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
     return state.g.op(f"{MS}RotaryEmbedding", x, indices, state[cos], state[sin], attributes=attributes)
 
 
-def _attention_bias(state: Lowering, block: Block) -> None:
-    g, (past_bias, new_bias) = state.g, state.operands(block)
-    past, new = state[past_bias], state[new_bias]
-    rows = g.op("Concat", g.op("Shape", new, attributes={"start": 0, "end": 3}), g.ints(1), attributes={"axis": 0})
-    bias = g.op("Concat", g.op("Expand", past, rows), new, attributes={"axis": 3})
-    if block.attributes["group_size"] > 1:
-        bias = g.op("Tile", bias, g.ints(1, 1, block.attributes["group_size"], 1))
-    lengths = [g.op("Shape", value, attributes={"start": 3, "end": 4}) for value in (past, new)]
-    state[block.outputs[0]] = bias
-    state[block.outputs[1]] = g.op("Concat", *lengths, attributes={"axis": 0})
-
-
 def _attention(state: Lowering, block: Block) -> None:
     """As the portable block, with the scale of the scores folded into the two products."""
     g, operands = state.g, state.operands(block)
@@ -245,12 +234,10 @@ def _join_heads(state: Lowering, block: Block) -> None:
     state[block.outputs[0]] = g.op("Reshape", tokens, g.ints(-1, heads * width))
 
 
-def _activate(state: Lowering, x: ir.Value, activation: str) -> ir.Value:
+def _activate(state: Lowering, x: ir.Value, activation: Activation) -> ir.Value:
     if activation == "silu":
         return state.g.op(f"{MS}QuickGelu", x, attributes={"alpha": 1.0})
-    if activation == "relu":
-        return state.g.op("Relu", x)
-    return state.g.op("Gelu", x, attributes={"approximate": "tanh" if activation == "gelu_tanh" else "none"})
+    return activate(state.g, x, activation)
 
 
 def _gated_activation(state: Lowering, block: Block) -> None:
@@ -288,7 +275,7 @@ TABLE: Mapping[str, LowerBlock] = {
     "linear": _linear,
     "rope_table": _rope_table,
     "heads": _heads,
-    "attention_bias": _attention_bias,
+    "attention_bias": keep,
     "attention": _attention,
     "join_heads": _join_heads,
     "gated_activation": _gated_activation,
