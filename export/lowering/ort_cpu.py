@@ -28,6 +28,7 @@ from edgekit import contract
 from edgekit.export.graph.mlp import activate
 from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, keep
 from edgekit.export.lowering.packing import dimension, packed, vectors, widened
+from edgekit.spec import Activation
 
 FLOAT = ir.DataType.FLOAT.value
 MS = "com.microsoft::"
