@@ -26,7 +26,7 @@ import msgspec
 
 from edgekit.errors import CorruptArtifactError, StorageError, UnsupportedError, UsageError
 from edgekit.source import SourceRecord
-from edgekit.spec import DecoderSpec
+from edgekit.spec import CacheGroup, DecoderSpec
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -43,12 +43,6 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     size: int
     sha256: str
-
-
-class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Layers that share a slot map and a capacity."""
-
-    layers: tuple[int, ...]
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         producer: Name and version of the program that wrote it.
         source: Where the weights came from.
         spec: The decoder.
-        cache_groups: Partition of the layers.
+        cache_groups: Partition of the layers: those of the spec.
         storage: How each matrix is stored, such as ``int4 affine block 32``, by canonical name.
         compression: Steps that changed the model before export, with their parameters.
         parity: The check that every export ends with.
@@ -231,11 +225,10 @@ def _decode_manifest(directory: Path, text: bytes) -> Manifest:
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptArtifactError(f"{MANIFEST} of bundle {str(directory)!r} is not valid: {error}") from error
-    grouped = sorted(layer for group in manifest.cache_groups for layer in group.layers)
-    if grouped != list(range(len(manifest.spec.layers))):
+    if manifest.cache_groups != manifest.spec.cache_groups():
         raise CorruptArtifactError(
-            f"{MANIFEST} of bundle {str(directory)!r} is not valid: its cache groups hold layers {grouped}, "
-            f"its spec has {len(manifest.spec.layers)}; each must be in one group"
+            f"{MANIFEST} of bundle {str(directory)!r} is not valid: its cache groups are not those of its spec, the "
+            "layers with one sliding window each; export or copy the bundle again"
         )
     return manifest
 

@@ -8,18 +8,27 @@ logits, V the vocabulary; KV, dk and dv belong to layer l.
 | input_ids                     | [B, S]               | int64   | one token, a prefill chunk or a draft tree    |
 | position_ids                  | [B, S]               | int64   | explicit: tree nodes sit at their depth       |
 | new_bias                      | [B, 1, S, S]         | float32 | who among the new tokens sees whom            |
-| past_bias.{g}                 | [B, 1, 1 or S, C_g]  | float32 | 0 for live slots, `MASKED` for empty ones     |
+| past_bias.{g}                 | [B, 1, 1 or S, C_g]  | float32 | 0 for live slots, `MASKED` for empty ones and |
+|                               |                      |         | for those outside a token's sliding window    |
 | logit_rows                    | [R]                  | int64   | new tokens whose logits are wanted            |
+| sequence_length               | [1]                  | int64   | tokens of the whole text, past, new and still |
+|                               |                      |         | to come in this prompt; only in graphs whose  |
+|                               |                      |         | rotary frequencies depend on it               |
 | past_key_values.{l}.key       | [B, KV, dk, C_g]     | float32 | the cache, keys transposed; read only         |
 | past_key_values.{l}.value     | [B, KV, C_g, dv]     | float32 |                                               |
 | logits                        | [B, R, V]            | float32 |                                               |
 | new_key_values.{l}.key        | [B, KV, dk, S]       | float32 | rows that the runtime may append to the cache |
 | new_key_values.{l}.value      | [B, KV, S, dv]       | float32 |                                               |
 
-The order of the past does not matter to the graph: keys carry their rotation, so a slot is only a place.
+A cache group is the layers with one sliding window, or with none. Among new tokens the graph applies the windows
+itself, by their positions; of the past it knows no positions, and its order does not matter: keys carry their
+rotation, so a slot is only a place.
 """
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 MASKED = -1e4
 """Additive score of a pair that must not attend: finite, so that a fully masked row stays a number in fp16."""
@@ -28,6 +37,7 @@ INPUT_IDS = "input_ids"
 POSITION_IDS = "position_ids"
 NEW_BIAS = "new_bias"
 LOGIT_ROWS = "logit_rows"
+SEQUENCE_LENGTH = "sequence_length"
 LOGITS = "logits"
 
 
@@ -54,3 +64,20 @@ def new_key(layer: int) -> str:
 def new_value(layer: int) -> str:
     """Name of the new values of a layer."""
     return f"new_key_values.{layer}.value"
+
+
+def window_bias(
+    position_ids: npt.NDArray[np.int64], slot_positions: npt.NDArray[np.int64], window: int
+) -> npt.NDArray[np.float32]:
+    """Computes the bias of new tokens over the past of a group with a sliding window.
+
+    Args:
+        position_ids: Positions of the new tokens, shape (S,), int64.
+        slot_positions: Positions of the past tokens by slot, shape (C,), int64; −1 for an empty slot.
+        window: Positions that a token sees, its own included.
+
+    Returns:
+        shape (S, C), float32: 0 where a token sees a slot, `MASKED` elsewhere.
+    """
+    seen = (slot_positions >= 0) & (slot_positions > position_ids[:, None] - window)
+    return np.where(seen, np.float32(0), np.float32(MASKED))

@@ -86,10 +86,11 @@ def graph_logits(graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64
         for layer in spec.layers
         for shape in ((layer.attention.key_dim, 1), (1, layer.attention.value_dim))
     ]
-    first, cache = _step(session, spec, token_ids[:cut], 0, empty, contract.MASKED)
-    if cut == len(token_ids):
+    total = len(token_ids)
+    first, cache = _step(session, spec, token_ids[:cut], 0, empty, total)
+    if cut == total:
         return first
-    second, _ = _step(session, spec, token_ids[cut:], cut, cache, 0.0)
+    second, _ = _step(session, spec, token_ids[cut:], cut, cache, total)
     return np.concatenate([first, second])
 
 
@@ -99,16 +100,23 @@ def _step(
     token_ids: npt.NDArray[np.int64],
     start: int,
     cache: list[FloatArray],
-    past_bias: float,
+    sequence_length: int,
 ) -> tuple[FloatArray, list[FloatArray]]:
     count = len(token_ids)
+    # The one slot of the first step's cache is empty.
+    slot_positions = np.arange(start) if start else np.full(1, -1)
     feeds: dict[str, npt.NDArray[np.generic]] = {
         contract.INPUT_IDS: token_ids[None],
         contract.POSITION_IDS: np.arange(start, start + count)[None],
         contract.NEW_BIAS: np.triu(np.full((count, count), contract.MASKED, np.float32), 1)[None, None],
-        contract.past_bias(0): np.full((1, 1, 1, cache[0].shape[-1]), past_bias, np.float32),
         contract.LOGIT_ROWS: np.arange(count),
     }
+    if spec.depends_on_length:
+        feeds[contract.SEQUENCE_LENGTH] = np.array([sequence_length])
+    for group, members in enumerate(spec.cache_groups()):
+        window = members.sliding_window or sequence_length
+        bias = contract.window_bias(np.arange(start, start + count), slot_positions, window)
+        feeds[contract.past_bias(group)] = bias[None, None]
     outputs = [contract.LOGITS]
     for index in range(len(spec.layers)):
         feeds[contract.past_key(index)], feeds[contract.past_value(index)] = cache[2 * index : 2 * index + 2]

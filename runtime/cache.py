@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.contract import MASKED
+from edgekit.contract import MASKED, window_bias
 from edgekit.errors import DoesNotFitError
 from edgekit.spec import DecoderSpec
 
@@ -85,7 +85,8 @@ class CacheArrays:
 
     Attributes:
         stacks: Keys and values.
-        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones.
+        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones. For the layers
+            without a sliding window.
     """
 
     stacks: tuple[LayerStack, ...]
@@ -134,6 +135,20 @@ class KVCache:
     def size_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self.stacks)
+
+    def window_bias(self, position_ids: SlotArray, window: int) -> FloatArray:
+        """Computes what new tokens of layers with a sliding window add to their scores over the past.
+
+        Args:
+            position_ids: Positions of the new tokens, shape (S,), int64.
+            window: Positions that a token sees, its own included.
+
+        Returns:
+            shape (S, capacity), float32.
+        """
+        positions = np.full(self.capacity, -1, np.int64)
+        positions[self._slots] = np.arange(self.length)
+        return window_bias(position_ids, positions, window)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for this many more tokens.

@@ -43,6 +43,7 @@ class Session:
         self._runner = backend.runner(self._cache)
         self._strategy = strategy
         self._token_ids: list[int] = []
+        self._rope_range = 0
         self._cancelled = False
 
     @property
@@ -85,7 +86,7 @@ class Session:
         self._cancelled = False
         sampler = Sampler(params, vocab_size=vocab_size)
         token_ids = list(prompt)
-        logits = self._prefill(token_ids)
+        logits = self._prefill(token_ids, len(token_ids))
         if logits is None:
             return
         first = sampler.sample(logits, token_ids)
@@ -94,7 +95,11 @@ class Session:
         while not self._cancelled and self._cache.length < self._cache.max_positions:
             draft = self._strategy.propose(token_ids)
             self._cache.reserve(1)
-            outputs = self._runner.step(draft.step_inputs(self._cache.length))
+            inputs = draft.step_inputs(self._cache.length)
+            if self.spec.rope_range(inputs.sequence_length) != self._rope_range:
+                self._prefill(token_ids[:-1], inputs.sequence_length)
+                continue
+            outputs = self._runner.step(inputs)
             accepted = accept(draft, outputs.logits, sampler, token_ids)
             # A tree knows nothing of the end of the context, where its path is cut.
             room = self._cache.max_positions - self._cache.length
@@ -124,13 +129,19 @@ class Session:
 
     def shared_prefix(self, prompt: Sequence[int]) -> int:
         """Returns how many tokens of a prompt need not be computed again; its last token always is."""
+        return self._reusable(prompt, len(prompt))
+
+    def _reusable(self, prompt: Sequence[int], sequence_length: int) -> int:
+        if self.spec.rope_range(sequence_length) != self._rope_range:
+            return 0  # the keys in the cache carry rotations that a text of this length does not have
         known = zip(self._token_ids[: self._cache.length], prompt[:-1], strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
 
-    def _prefill(self, prompt: list[int]) -> npt.NDArray[np.float32] | None:
+    def _prefill(self, prompt: list[int], sequence_length: int) -> npt.NDArray[np.float32] | None:
         """Brings the cache to the end of the prompt; returns the last token's logits, None when cancelled."""
-        shared = self.shared_prefix(prompt)
+        shared = self._reusable(prompt, sequence_length)
         self._forget(shared)
+        self._rope_range = self.spec.rope_range(sequence_length)
         pending = np.array(prompt[shared:], np.int64)
         self._cache.reserve(len(pending))
         logits = None
@@ -138,7 +149,8 @@ class Session:
             if self._cancelled:
                 return None
             chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
-            outputs = self._runner.step(causal_step(chunk, self._cache.length, np.array([len(chunk) - 1])))
+            last = np.array([len(chunk) - 1])
+            outputs = self._runner.step(causal_step(chunk, self._cache.length, last, sequence_length))
             self._cache.append(outputs.stacks, range(len(chunk)))
             self._token_ids += chunk.tolist()
             logits = outputs.logits[0]

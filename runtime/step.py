@@ -22,12 +22,14 @@ class StepInputs:
         position_ids: shape (S,), int64.
         new_bias: shape (S, S), float32: row s is 0 where token s sees a new token and `MASKED` elsewhere.
         logit_rows: shape (R,), int64: new tokens whose logits are wanted.
+        sequence_length: Tokens of the whole text: past, new, and those of the prompt that are still to come.
     """
 
     token_ids: npt.NDArray[np.int64]
     position_ids: npt.NDArray[np.int64]
     new_bias: npt.NDArray[np.float32]
     logit_rows: npt.NDArray[np.int64]
+    sequence_length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,19 @@ class Backend(Protocol):
         """Starts a conversation that keeps its past in `cache`."""
 
 
-def causal_step(token_ids: npt.NDArray[np.int64], start: int, logit_rows: npt.NDArray[np.int64]) -> StepInputs:
+def causal_step(
+    token_ids: npt.NDArray[np.int64],
+    start: int,
+    logit_rows: npt.NDArray[np.int64],
+    sequence_length: int | None = None,
+) -> StepInputs:
     """A chain of tokens, each of which sees those before it.
 
     Args:
         token_ids: shape (S,), int64.
         start: Position of the first.
         logit_rows: shape (R,), int64.
+        sequence_length: Tokens of the whole text; None when it ends with these.
     """
     count = len(token_ids)
     return StepInputs(
@@ -71,4 +79,5 @@ def causal_step(token_ids: npt.NDArray[np.int64], start: int, logit_rows: npt.ND
         position_ids=np.arange(start, start + count, dtype=np.int64),
         new_bias=np.triu(np.full((count, count), MASKED, np.float32), 1),
         logit_rows=logit_rows,
+        sequence_length=start + count if sequence_length is None else sequence_length,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -131,7 +132,7 @@ def _respelled(
         module, _, parameter = source.name.rpartition(".")
         other = f"{family.respelled.get(module, module)}.{parameter}"
         name = other if source.name not in stored and other in stored else source.name
-        respelled[canonical] = WeightSource(name=name, rows=source.rows)
+        respelled[canonical] = replace(source, name=name)
     return respelled
 
 

@@ -172,6 +172,9 @@ class Checkpoint:
         """
         source = self._sources[name]
         weight = self._tensors.read(source.name, source.rows)
+        if source.addend:
+            assert not isinstance(weight, QuantizedBlocks), "norms are never stored in blocks"
+            weight = weight + np.float32(source.addend)
         numbers = (weight.scale, weight.offset) if isinstance(weight, QuantizedBlocks) else (weight,)
         if not all(np.isfinite(array).all() for array in numbers if array is not None):
             raise CorruptArtifactError(

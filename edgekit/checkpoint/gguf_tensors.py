@@ -6,6 +6,7 @@ Source: the block structs `block_q4_0`, `block_q4_1` and `block_q8_0` of ggml (g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -124,5 +125,5 @@ def gguf_sources(sources: Mapping[str, WeightSource], architecture: str, layers:
     for canonical, source in sources.items():
         name = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
         assert name is not None, f"{architecture} has no GGUF name for {source.name}"
-        renamed[canonical] = WeightSource(name=name, rows=source.rows)
+        renamed[canonical] = replace(source, name=name)
     return renamed

@@ -20,6 +20,7 @@ from torch.nn import functional
 from edgekit.blocks import QuantizedBlocks
 from edgekit.checkpoint import Weight
 from edgekit.contract import MASKED
+from edgekit.rope import RopeSpec
 from edgekit.spec import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 KeyValue: TypeAlias = tuple[Tensor, Tensor]
@@ -44,12 +45,14 @@ class StepMask(NamedTuple):
     """Who sees whom in a step, as scores to add.
 
     Attributes:
-        new: From new tokens to new tokens, shape (B or 1, 1, S, S).
+        new: From new tokens to new tokens, shape (B or 1, 1, S, S). A layer's sliding window comes on top of it.
         past: From new tokens to past ones, shape (B or 1, 1, S or 1, P).
+        past_positions: shape (B or 1, P), int64, of the past tokens; 0 … P − 1 when None.
     """
 
     new: Tensor
     past: Tensor
+    past_positions: Tensor | None = None
 
 
 def causal_mask(new: int, past: int) -> StepMask:
@@ -78,6 +81,11 @@ class Norm(nn.Module):
         return scaled if self.bias is None else scaled + self.bias
 
 
+def softcap(values: Tensor, cap: float | None) -> Tensor:
+    """Bounds values smoothly to ±cap (Gemma Team 2024, section 2); None leaves them as they are."""
+    return values if cap is None else cap * torch.tanh(values / cap)
+
+
 class Attention(nn.Module):
     """Causal self-attention of one layer over past and new tokens."""
 
@@ -90,12 +98,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, kv_heads * attention.key_dim, bias=attention.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_heads * attention.value_dim, bias=attention.qkv_bias)
         self.o_proj = nn.Linear(attention.num_heads * attention.value_dim, spec.hidden_size, bias=attention.o_bias)
-        norm = attention.qk_norm
-        self.q_norm = None if norm is None else Norm(attention.key_dim, norm)
-        self.k_norm = None if norm is None else Norm(attention.key_dim, norm)
+        norm, whole = attention.qk_norm, attention.qk_norm_scope == "all_heads"
+        query_width, key_width = (queries, kv_heads * attention.key_dim) if whole else (attention.key_dim,) * 2
+        self.q_norm = None if norm is None else Norm(query_width, norm)
+        self.k_norm = None if norm is None else Norm(key_width, norm)
 
     def forward(
-        self, hidden: Tensor, position_ids: Tensor, mask: StepMask, past: KeyValue | None
+        self, hidden: Tensor, position_ids: Tensor, mask: StepMask, past: KeyValue | None, sequence_length: int
     ) -> tuple[Tensor, KeyValue]:
         """Attends.
 
@@ -104,40 +113,58 @@ class Attention(nn.Module):
             position_ids: shape (B, S), int64.
             mask: Scores to add.
             past: Keys and values of the past tokens, or None.
+            sequence_length: Tokens of the whole text, which some rotary embeddings depend on.
 
         Returns:
             The output, shape (B, S, hidden), and the new keys and values.
         """
         spec = self.spec
         batch, new = position_ids.shape
-        query = self.q_proj(hidden).view(batch, new, spec.num_heads, spec.key_dim)
-        key = self.k_proj(hidden).view(batch, new, spec.num_kv_heads, spec.key_dim)
+        query = self._heads(self.q_proj(hidden), self.q_norm, spec.num_heads)
+        key = self._heads(self.k_proj(hidden), self.k_norm, spec.num_kv_heads)
         value = self.v_proj(hidden).view(batch, new, spec.num_kv_heads, spec.value_dim).transpose(1, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = _rotation(spec, position_ids)
-        query, key = _rotate(query, cos, sin).transpose(1, 2), _rotate(key, cos, sin).transpose(1, 2)
+        if spec.rope is not None:
+            cos, sin = _rotation(spec.rope, position_ids, sequence_length)
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         keys = key if past is None else torch.cat([past[0], key], dim=2)
         values = value if past is None else torch.cat([past[1], value], dim=2)
         grouped = query.reshape(batch, spec.num_kv_heads, spec.group_size, new, spec.key_dim)
         scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float() * spec.scale
-        scores = scores + _bias(mask, new).unsqueeze(2)
+        scores = softcap(scores, spec.softcap) + _bias(mask, position_ids, spec.sliding_window).unsqueeze(2)
         mixed = scores.softmax(-1).to(values.dtype) @ values.unsqueeze(2)
         mixed = mixed.reshape(batch, spec.num_heads, new, spec.value_dim).transpose(1, 2)
         return self.o_proj(mixed.reshape(batch, new, -1)), (key, value)
 
+    def _heads(self, projected: Tensor, norm: Norm | None, heads: int) -> Tensor:
+        """Splits (B, S, heads · dk) into (B, S, heads, dk), normalized before or after."""
+        split = (*projected.shape[:2], heads, self.spec.key_dim)
+        if norm is not None and self.spec.qk_norm_scope == "all_heads":
+            projected = norm(projected)
+        rows = projected.view(split)
+        return norm(rows) if norm is not None and self.spec.qk_norm_scope == "head" else rows
 
-def _bias(mask: StepMask, new: int) -> Tensor:
+
+def _bias(mask: StepMask, position_ids: Tensor, window: int | None) -> Tensor:
+    """Scores to add, shape (B or 1, 1, S, P + S), float32."""
+    new, past = position_ids.shape[1], mask.past.shape[-1]
     batch = max(mask.new.shape[0], mask.past.shape[0])
-    past = mask.past.expand(batch, 1, new, mask.past.shape[-1])
-    return torch.cat([past, mask.new.expand(batch, 1, new, new)], dim=-1).float()
+    bias = torch.cat([mask.past.expand(batch, 1, new, past), mask.new.expand(batch, 1, new, new)], dim=-1).float()
+    if window is None:
+        return bias
+    past_positions = mask.past_positions
+    if past_positions is None:
+        past_positions = torch.arange(past, device=position_ids.device)[None]
+    positions = torch.cat([past_positions.expand(len(position_ids), past), position_ids], dim=1)
+    outside = position_ids.unsqueeze(2) - positions.unsqueeze(1) >= window
+    return bias + MASKED * outside.unsqueeze(1)
 
 
-def _rotation(spec: AttentionSpec, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(rope: RopeSpec, position_ids: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position and channel pair, shape (B, S, 1, rotary_dim / 2), float32."""
-    frequencies = torch.from_numpy(spec.rope.inverse_frequencies()).float().to(position_ids.device)
+    frequencies = torch.from_numpy(rope.inverse_frequencies(sequence_length)).float().to(position_ids.device)
     angles = (position_ids.float().unsqueeze(-1) * frequencies).unsqueeze(2)
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -194,13 +221,18 @@ class DecoderLayer(nn.Module):
         """
         super().__init__()
         self.spec: LayerSpec = spec.layers[index]
-        self.input_norm = Norm(spec.hidden_size, self.spec.norm)
         self.self_attn = Attention(spec, self.spec.attention)
-        self.mlp_norm = Norm(spec.hidden_size, self.spec.norm)
         self.mlp = Mlp(spec, self.spec.mlp)
+        for name in self.spec.norm_names():
+            self.add_module(name, Norm(spec.hidden_size, self.spec.norm))
 
     def forward(
-        self, hidden: Tensor, position_ids: Tensor, mask: StepMask, past: KeyValue | None = None
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        mask: StepMask,
+        past: KeyValue | None = None,
+        sequence_length: int | None = None,
     ) -> tuple[Tensor, KeyValue]:
         """Applies the layer.
 
@@ -209,15 +241,28 @@ class DecoderLayer(nn.Module):
             position_ids: shape (B, S), int64.
             mask: Scores to add.
             past: Keys and values of the past tokens, or None.
+            sequence_length: Tokens of the whole text, which some rotary embeddings depend on; up to the largest of
+                `position_ids` when None.
 
         Returns:
             The residual stream, shape (B, S, hidden), and the new keys and values.
         """
-        attended, key_value = self.self_attn(self.input_norm(hidden), position_ids, mask, past)
-        if self.spec.parallel_residual:
-            return hidden + attended + self.mlp(self.mlp_norm(hidden)), key_value
-        hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden)), key_value
+        if sequence_length is None:
+            sequence_length = int(position_ids.max()) + 1
+        spec, normed = self.spec, self._norm("input_norm", hidden)
+        attended, key_value = self.self_attn(normed, position_ids, mask, past, sequence_length)
+        after_attention = hidden + spec.residual_scale * self._norm("attn_output_norm", attended)
+        if not spec.shared_norm:
+            normed = self._norm("mlp_norm", hidden if spec.parallel_residual else after_attention)
+        mixed = self._norm("mlp_output_norm", self.mlp(normed))
+        return after_attention + spec.residual_scale * mixed, key_value
+
+    def _norm(self, name: str, hidden: Tensor) -> Tensor:
+        """Applies a norm, if the layer has it."""
+        if name not in self.spec.norm_names():
+            return hidden
+        normed: Tensor = self.get_submodule(name)(hidden)
+        return normed
 
 
 class Decoder(nn.Module):
@@ -235,7 +280,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(len(spec.layers)))
         self.norm = Norm(spec.hidden_size, spec.norm)
         tied = spec.tie_word_embeddings
-        self.lm_head = None if tied else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.lm_head = None if tied else nn.Linear(spec.hidden_size, spec.vocab_size, bias=spec.head_bias)
 
     def forward(
         self,
@@ -243,6 +288,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         past: Sequence[KeyValue] | None = None,
         mask: StepMask | None = None,
+        sequence_length: int | None = None,
     ) -> DecoderOutput:
         """Computes one step.
 
@@ -251,20 +297,25 @@ class Decoder(nn.Module):
             position_ids: shape (B, S), int64; the ones that follow the past when None.
             past: Keys and values of the past tokens, per layer.
             mask: Scores to add; causal when None.
+            sequence_length: Tokens of the whole text, which some rotary embeddings depend on; up to the largest of
+                `position_ids` when None.
         """
         new, past_length = input_ids.shape[1], 0 if past is None else past[0][0].shape[2]
         if position_ids is None:
             position_ids = torch.arange(past_length, past_length + new, device=input_ids.device).expand_as(input_ids)
         if mask is None:
-            mask = StepMask(*(bias.to(input_ids.device) for bias in causal_mask(new, past_length)))
-        hidden = self.embed_tokens(input_ids)
+            causal = causal_mask(new, past_length)
+            mask = StepMask(new=causal.new.to(input_ids.device), past=causal.past.to(input_ids.device))
+        hidden = self.embed_tokens(input_ids) * self.spec.embedding_scale
         key_values = []
         for index, layer in enumerate(self.layers):
-            hidden, key_value = layer(hidden, position_ids, mask, None if past is None else past[index])
+            layer_past = None if past is None else past[index]
+            hidden, key_value = layer(hidden, position_ids, mask, layer_past, sequence_length)
             key_values.append(key_value)
         hidden = self.norm(hidden)
-        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return DecoderOutput(functional.linear(hidden, head).float(), tuple(key_values))
+        logits = functional.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        logits = softcap(logits.float() * self.spec.logit_scale, self.spec.logit_softcap)
+        return DecoderOutput(logits, tuple(key_values))
 
 
 class ModelWeights(Protocol):
@@ -310,14 +361,17 @@ def stream_logits(checkpoint: ModelWeights, token_ids: npt.NDArray[np.int64]) ->
     spec = checkpoint.spec
     batch, length = token_ids.shape
     embedding = checkpoint.tensor("embed_tokens.weight")
-    hidden = _dense(_take(embedding, token_ids.reshape(-1))).reshape(batch, length, -1)
+    hidden = _dense(_take(embedding, token_ids.reshape(-1))).reshape(batch, length, -1) * spec.embedding_scale
     positions, mask = torch.arange(length).expand(batch, length), causal_mask(length, 0)
     for index in range(len(spec.layers)):
         hidden, _ = load_layer(checkpoint, index)(hidden, positions, mask)
     norm = Norm(spec.hidden_size, spec.norm)
     norm.load_state_dict({name: _dense(checkpoint.tensor(f"norm.{name}")) for name in norm.state_dict()})
     head = embedding if spec.tie_word_embeddings else checkpoint.tensor("lm_head.weight")
-    return _project(norm(hidden), head).numpy()
+    logits = _project(norm(hidden), head)
+    if spec.head_bias:
+        logits += _dense(checkpoint.tensor("lm_head.bias"))
+    return softcap(logits * spec.logit_scale, spec.logit_softcap).numpy()
 
 
 def _project(hidden: Tensor, head: Weight) -> Tensor:

@@ -1,19 +1,19 @@
 """Reading Hugging Face configs: what the families share.
 
-Both spellings of the rotary parameters are read: `rope_parameters` (transformers 5) and `rope_theta` with
-`rope_scaling` (before). What a config declares and no family implements is refused by name.
+What a config declares and no family implements is refused by name; the rotary parameters are read by
+`edgekit.families.rope_config`.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
 from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
-from edgekit.rope import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
+from edgekit.rope import DynamicScaling
 from edgekit.spec import Activation, DecoderSpec, LayerSpec
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
@@ -29,7 +29,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
 }
 
-# Keys that change the computation in a way that no family implements, and the values that do not.
+# Keys that change the computation, and the values that do not. A family that implements one has it in its config.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -56,46 +56,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
-
-
-class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """The rotary parameters of every kind, and the only ones of the default kind."""
-
-    rope_theta: Positive | None = None
-    partial_rotary_factor: Positive | None = None
-
-    def scaling(self) -> RopeScaling | None:
-        """Returns how the frequencies are scaled."""
-        return None
-
-
-class _LinearParameters(RopeParameters, frozen=True, kw_only=True):
-    factor: Positive
-
-    def scaling(self) -> RopeScaling:
-        return LinearScaling(factor=self.factor)
-
-
-class _Llama3Parameters(RopeParameters, frozen=True, kw_only=True):
-    factor: Positive
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_position_embeddings: Size
-
-    def scaling(self) -> RopeScaling:
-        return Llama3Scaling(
-            factor=self.factor,
-            low_freq_factor=self.low_freq_factor,
-            high_freq_factor=self.high_freq_factor,
-            original_max_positions=self.original_max_position_embeddings,
-        )
-
-
-_ROPE_KINDS: Mapping[str, type[RopeParameters]] = {
-    "default": RopeParameters,
-    "linear": _LinearParameters,
-    "llama3": _Llama3Parameters,
-}
 
 
 class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,15 +92,16 @@ def read_config(config: Mapping[str, Any], kind: type[_ConfigT], family: str) ->
         CorruptArtifactError: A key is missing, or has the wrong type or an impossible value.
     """
     for key, neutral in _NEUTRAL.items():
-        if config.get(key) not in neutral:
+        if key not in kind.__struct_fields__ and config.get(key) not in neutral:
             refuse(family, key, config[key], neutral)
-    read = _convert(config, kind, f"the config of a {family} model")
-    if set(read.layer_types or ()) - {"full_attention"}:
+    read = convert(config, kind, f"the config of a {family} model")
+    if "sliding_window" not in kind.__struct_fields__ and set(read.layer_types or ()) - {"full_attention"}:
         refuse(family, "layer_types", read.layer_types, ("full_attention",))
     return read
 
 
-def _convert(values: Mapping[str, Any], kind: type[_StructT], where: str) -> _StructT:
+def convert(values: Mapping[str, Any], kind: type[_StructT], where: str) -> _StructT:
+    """Reads a mapping as a struct; `where` names it in messages."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -165,57 +126,57 @@ def activation(hidden_act: str, family: str) -> Activation:
     return _ACTIVATIONS[hidden_act]
 
 
-def rope_spec(config: FamilyConfig, head_dim: int, family: str, *, default_fraction: float = 1.0) -> RopeSpec:
-    """Reads the rotary embedding of a config.
-
-    Args:
-        config: The config.
-        head_dim: Channels per head.
-        family: Name for messages.
-        default_fraction: Fraction of the channels that rotate when the config does not say.
-
-    Raises:
-        UnsupportedError: A scaling kind, parameter or odd rotary width that is not implemented.
-        CorruptArtifactError: A parameter of the scaling kind is missing or mistyped.
-    """
-    # transformers lets rope_scaling, the older spelling, win when a config carries both.
-    values = dict(config.rope_scaling or config.rope_parameters or {})
-    older_kind = values.pop("type", "default")
-    kind = str(values.pop("rope_type", older_kind))
-    if kind not in _ROPE_KINDS:
-        raise UnsupportedError(f"{family} with rope_type {one_of(kind, _ROPE_KINDS)}")
-    known = _ROPE_KINDS[kind].__struct_fields__
-    unknown = sorted(key for key in values if key not in known and values[key] is not None)
-    if unknown:
-        raise UnsupportedError(
-            f"{family} with rope parameter {unknown[0]!r} for rope_type {kind!r} is not supported; "
-            f"known for it: {', '.join(sorted(known))}"
-        )
-    if config.original_max_position_embeddings is not None:
-        values["original_max_position_embeddings"] = config.original_max_position_embeddings
-    values.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    parameters = _convert(values, _ROPE_KINDS[kind], f"{family} rope_parameters of kind {kind!r}")
-    theta = parameters.rope_theta or config.rope_theta or 10000.0
-    fraction = parameters.partial_rotary_factor or config.partial_rotary_factor or default_fraction
-    rotary_dim = int(head_dim * fraction)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        refuse(family, "rotary width", rotary_dim, (f"even, up to the head's {head_dim} channels",))
-    return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=parameters.scaling())
-
-
 def uniform_decoder(config: FamilyConfig, family: str, layer: LayerSpec) -> DecoderSpec:
     """Returns the spec of a decoder whose layers are all alike and whose final norm is of the same kind as theirs."""
+    return decoder(config, family, (layer,) * config.num_hidden_layers)
+
+
+def decoder(config: FamilyConfig, family: str, layers: Sequence[LayerSpec]) -> DecoderSpec:
+    """Returns the spec of a decoder of these layers, whose final norm is of the same kind as theirs."""
     return DecoderSpec(
         family=family,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        layers=(layer,) * config.num_hidden_layers,
-        norm=layer.norm,
+        max_positions=_context_length(config, layers),
+        layers=tuple(layers),
+        norm=layers[0].norm,
         tie_word_embeddings=config.tie_word_embeddings,
         bos_token_id=config.bos_token_id,
         eos_token_ids=token_ids(config.eos_token_id),
     )
+
+
+def _context_length(config: FamilyConfig, layers: Sequence[LayerSpec]) -> int:
+    """Returns the trained context, times what dynamic scaling stretches it by; other kinds declare the product."""
+    scalings = [layer.attention.rope.scaling for layer in layers if layer.attention.rope is not None]
+    factors = [scaling.factor for scaling in scalings if isinstance(scaling, DynamicScaling)]
+    return int(config.max_position_embeddings * min(factors, default=1.0))
+
+
+def layer_windows(config: FamilyConfig, window: int | None, family: str) -> tuple[int | None, ...]:
+    """Returns the sliding window of every layer.
+
+    Args:
+        config: The config; its `layer_types` say which layers have a window, all of them when there are none.
+        window: Positions that a token of such a layer sees; None when no layer has a window.
+        family: Name for messages.
+
+    Raises:
+        UnsupportedError: A layer is of another type.
+        CorruptArtifactError: There is not one type for each layer.
+    """
+    kinds: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    if config.layer_types is None:
+        return (window,) * config.num_hidden_layers
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise CorruptArtifactError(
+            f"a {family} config has {len(config.layer_types)} layer_types and {config.num_hidden_layers} layers; get "
+            "the file again"
+        )
+    for kind in config.layer_types:
+        if kind not in kinds:
+            refuse(family, "layer_types", kind, tuple(kinds))
+    return tuple(kinds[kind] for kind in config.layer_types)
 
 
 def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:

@@ -19,9 +19,9 @@ from edgekit.families.config import (
     activation,
     read_config,
     refuse,
-    rope_spec,
     uniform_decoder,
 )
+from edgekit.families.rope_config import rope_spec
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 _FUSED = ("q_proj", "k_proj", "v_proj")
@@ -77,17 +77,21 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 @functools.cache
-def rows(attention: AttentionSpec, projection: str) -> RowIndices:
+def rows(layer: LayerSpec, projection: str) -> RowIndices | None:
     """Rows of a projection in `query_key_value`, which is ordered [head][q, k, v][channel]."""
-    heads, width = attention.num_heads, attention.key_dim
+    if projection not in _FUSED:
+        return None
+    heads, width = layer.attention.num_heads, layer.attention.key_dim
     fused = np.arange(heads * 3 * width, dtype=np.int64).reshape(heads, 3, width)
     return fused[:, _FUSED.index(projection)].reshape(-1)
 
 
 @functools.cache
-def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices:
+def gguf_rows(layer: LayerSpec, projection: str) -> RowIndices | None:
     """Rows of a projection in `attn_qkv`, which is ordered [q, k, v][head][channel]."""
-    width = attention.num_heads * attention.key_dim
+    if projection not in _FUSED:
+        return None
+    width = layer.attention.num_heads * layer.attention.key_dim
     return np.arange(width, dtype=np.int64) + _FUSED.index(projection) * width
 
 

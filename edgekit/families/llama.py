@@ -20,9 +20,9 @@ from edgekit.families.config import (
     head_groups,
     read_config,
     refuse,
-    rope_spec,
     uniform_decoder,
 )
+from edgekit.families.rope_config import rope_spec
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 MODULES: Mapping[str, str] = {
@@ -97,10 +97,11 @@ def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> 
 
 
 @functools.cache
-def gguf_rows(attention: AttentionSpec, projection: str) -> RowIndices | None:
+def gguf_rows(layer: LayerSpec, projection: str) -> RowIndices | None:
     """Rows of the half-split order in a GGUF file, which pairs the two channels of each rotation."""
-    if projection == "v_proj":
+    if projection not in ("q_proj", "k_proj"):
         return None
+    attention = layer.attention
     heads = attention.num_heads if projection == "q_proj" else attention.num_kv_heads
     stored = np.arange(heads * attention.key_dim, dtype=np.int64).reshape(heads, attention.key_dim // 2, 2)
     rows: RowIndices = stored.swapaxes(1, 2).reshape(-1)

@@ -8,6 +8,7 @@
                                    ▼              ▼
               past_key [dk × C]─▶MatMul  new_key▶MatMul
                                    └──▶ Concat ◀──┘          [B, KV, G·S, C + S]
+                                     (soft cap)
                                           + bias             [B, 1, G·S, C + S]
                                         Softmax
                                    ┌──── Split ───┐
@@ -29,7 +30,7 @@ import onnx_ir as ir
 from edgekit import contract
 from edgekit.export.graph.builder import GraphBuilder
 from edgekit.export.graph.norm import rms
-from edgekit.rope import RopeSpec
+from edgekit.rope import DynamicScaling, LongRopeScaling, RopeSpec
 from edgekit.spec import AttentionSpec
 
 
@@ -56,16 +57,63 @@ class RopeTable:
     sin: ir.Value
 
 
-def rope_table(g: GraphBuilder, position_ids: ir.Value, rope: RopeSpec) -> RopeTable:
+def rope_frequencies(g: GraphBuilder, rope: RopeSpec, sequence_length: ir.Value | None) -> ir.Value:
+    """Returns radians per position, shape (rotary_dim / 2,) float32: a constant, unless they depend on the length.
+
+    Args:
+        g: The graph.
+        rope: The rotary embedding.
+        sequence_length: shape (1,), int64; None for a model that has no such input.
+    """
+    base = rope.inverse_frequencies().astype(np.float32)
+    if sequence_length is None or not rope.depends_on_length:
+        return g.constant(base)
+    if isinstance(rope.scaling, LongRopeScaling):
+        limit = rope.scaling.original_max_positions
+        long = g.constant(rope.inverse_frequencies(limit + 1).astype(np.float32))
+        return g.op("Where", g.op("Greater", sequence_length, g.ints(limit)), long, g.constant(base))
+    # Dynamic NTK: growth = (factor·L/L₀ − factor + 1)^(d/(d−2)) multiplies the base θ of the series θ^(−2i/d).
+    assert isinstance(rope.scaling, DynamicScaling)
+    width, factor = rope.rotary_dim, rope.scaling.factor
+    longer = g.op("Max", sequence_length, g.ints(rope.scaling.original_max_positions))
+    length = g.op("Cast", longer, attributes={"to": ir.DataType.FLOAT.value})
+    stretch = g.op("Mul", length, _scalar(g, factor / rope.scaling.original_max_positions))
+    powers = -np.arange(0, width, 2) / (width - 2)
+    growth = g.op("Pow", g.op("Sub", stretch, _scalar(g, factor - 1)), g.constant(powers.astype(np.float32)))
+    return g.op("Mul", growth, g.constant(base))
+
+
+def rope_table(g: GraphBuilder, position_ids: ir.Value, rope: RopeSpec, frequencies: ir.Value) -> RopeTable:
     """Computes the angles of the new tokens from position_ids, shape (B, S) int64."""
-    frequencies_list = rope.inverse_frequencies().tolist()
-    with g.block("rope_table", [position_ids], {"inverse_frequencies": frequencies_list}) as outputs:
-        frequencies = g.constant(np.array(frequencies_list, np.float32))
+    attributes = {"attention_factor": rope.attention_factor}
+    with g.block("rope_table", [position_ids, frequencies], attributes) as outputs:
         positions = g.op("Cast", position_ids, attributes={"to": ir.DataType.FLOAT.value})
         angles = g.op("Mul", g.op("Unsqueeze", positions, g.ints(-1)), frequencies)
-        table = RopeTable(cos=g.op("Cos", angles), sin=g.op("Sin", angles))
-        outputs += [table.cos, table.sin]
-    return table
+        outputs += [scaled(g, g.op(op_type, angles), rope.attention_factor) for op_type in ("Cos", "Sin")]
+    return RopeTable(cos=outputs[0], sin=outputs[1])
+
+
+def scaled(g: GraphBuilder, x: ir.Value, factor: float) -> ir.Value:
+    """Returns x · factor, and x itself for the factor 1."""
+    return x if factor == 1.0 else g.op("Mul", x, _scalar(g, factor))
+
+
+def softcap(g: GraphBuilder, x: ir.Value, cap: float | None) -> ir.Value:
+    """Bounds x smoothly to ±cap (Gemma Team 2024, section 2); None leaves it as it is."""
+    return x if cap is None else g.op("Mul", g.op("Tanh", g.op("Div", x, _scalar(g, cap))), _scalar(g, cap))
+
+
+def _scalar(g: GraphBuilder, value: float) -> ir.Value:
+    return g.constant(np.array(value, np.float32))
+
+
+def windowed(g: GraphBuilder, new_bias: ir.Value, position_ids: ir.Value, window: int | None) -> ir.Value:
+    """Masks new tokens that are outside each other's sliding window; shape (B, 1, S, S) float32."""
+    if window is None:
+        return new_bias
+    distance = g.op("Sub", g.op("Unsqueeze", position_ids, g.ints(2)), g.op("Unsqueeze", position_ids, g.ints(1)))
+    outside = g.op("Unsqueeze", g.op("GreaterOrEqual", distance, g.ints(window)), g.ints(1))
+    return g.op("Where", outside, _scalar(g, contract.MASKED), new_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +146,7 @@ def attention_bias(g: GraphBuilder, past_bias: ir.Value, new_bias: ir.Value, gro
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """Outputs of the q, k and v projections, shape (B, S, heads · width), and the weights of their norms."""
+    """Outputs of the q, k and v projections, shape (B, S, heads · width), and the weights of their heads' norms."""
 
     query: ir.Value
     key: ir.Value
@@ -107,14 +155,16 @@ class Projections:
     key_norm: ir.Value | None
 
 
-def heads(g: GraphBuilder, layer: int, projected: Projections, table: RopeTable, spec: AttentionSpec) -> HeadTensors:
+def heads(
+    g: GraphBuilder, layer: int, projected: Projections, table: RopeTable | None, spec: AttentionSpec
+) -> HeadTensors:
     """Splits the projections into heads, normalizes and rotates them; new keys and values become outputs."""
     inputs = [
         projected.query,
         projected.key,
         projected.value,
-        table.cos,
-        table.sin,
+        None if table is None else table.cos,
+        None if table is None else table.sin,
         projected.query_norm,
         projected.key_norm,
     ]
@@ -123,13 +173,13 @@ def heads(g: GraphBuilder, layer: int, projected: Projections, table: RopeTable,
         "num_kv_heads": spec.num_kv_heads,
         "key_dim": spec.key_dim,
         "value_dim": spec.value_dim,
-        "rotary_dim": spec.rope.rotary_dim,
+        "rotary_dim": 0 if spec.rope is None else spec.rope.rotary_dim,
         "scale": spec.scale,
         "epsilon": 0.0 if spec.qk_norm is None else spec.qk_norm.epsilon,
     }
     with g.block("heads", inputs, attributes) as outputs:
         query = _rotate(g, _split(g, projected.query, spec.key_dim, spec, projected.query_norm), table, spec)
-        query = g.op("Mul", query, g.constant(np.array(spec.scale, np.float32)))
+        query = scaled(g, query, spec.scale)
         query = g.op("Reshape", query, g.ints(0, spec.num_kv_heads, -1, spec.key_dim))
         key = _rotate(g, _split(g, projected.key, spec.key_dim, spec, projected.key_norm), table, spec)
         key = g.op("Transpose", key, attributes={"perm": [0, 1, 3, 2]})
@@ -149,8 +199,10 @@ def _split(g: GraphBuilder, x: ir.Value, width: int, spec: AttentionSpec, weight
     return g.op("Transpose", rows, attributes={"perm": [0, 2, 1, 3]})
 
 
-def _rotate(g: GraphBuilder, x: ir.Value, table: RopeTable, spec: AttentionSpec) -> ir.Value:
+def _rotate(g: GraphBuilder, x: ir.Value, table: RopeTable | None, spec: AttentionSpec) -> ir.Value:
     """Rotates the leading channels of x, shape (B, heads, S, dk): (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
+    if table is None or spec.rope is None:
+        return x
     half, rest = spec.rope.rotary_dim // 2, spec.key_dim - spec.rope.rotary_dim
     sizes = [half, half] + ([rest] if rest else [])
     a, b, *passed = g.ops("Split", [x, g.ints(*sizes)], len(sizes), {"axis": -1})
@@ -163,17 +215,31 @@ def _rotate(g: GraphBuilder, x: ir.Value, table: RopeTable, spec: AttentionSpec)
 
 
 def attention(
-    g: GraphBuilder, tensors: HeadTensors, past_key: ir.Value, past_value: ir.Value, bias: AttentionBias
+    g: GraphBuilder,
+    tensors: HeadTensors,
+    past: tuple[ir.Value, ir.Value],
+    bias: AttentionBias,
+    cap: float | None,
 ) -> ir.Value:
-    """Attends over the cache and the new tokens; returns (B, KV, G·S, dv)."""
+    """Attends over the cache and the new tokens; returns (B, KV, G·S, dv).
+
+    Args:
+        g: The graph.
+        tensors: Queries, keys and values of the new tokens.
+        past: past_key and past_value.
+        bias: What is added to the scores.
+        cap: Soft cap of the scores.
+    """
+    past_key, past_value = past
     inputs = [tensors.query, tensors.key, tensors.value, past_key, past_value, bias.bias, bias.lengths]
-    with g.block("attention", inputs, {}) as outputs:
+    with g.block("attention", inputs, {"softcap": cap}) as outputs:
         past_scores = g.op("MatMul", tensors.query, past_key)
         new_scores = g.op("MatMul", tensors.query, tensors.key)
         scores = g.op("Concat", past_scores, new_scores, attributes={"axis": -1})
-        probabilities = g.op("Softmax", g.op("Add", scores, bias.bias), attributes={"axis": -1})
-        past, new = g.ops("Split", [probabilities, bias.lengths], 2, {"axis": -1})
-        context = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, tensors.value))
+        biased = g.op("Add", softcap(g, scores, cap), bias.bias)
+        probabilities = g.op("Softmax", biased, attributes={"axis": -1})
+        over_past, over_new = g.ops("Split", [probabilities, bias.lengths], 2, {"axis": -1})
+        context = g.op("Add", g.op("MatMul", over_past, past_value), g.op("MatMul", over_new, tensors.value))
         outputs.append(context)
     return context
 

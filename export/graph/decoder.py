@@ -2,6 +2,11 @@
 
     input_ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ layer L−1 ─▶ rows that need logits ─▶ norm ─▶ head ─▶ logits
 
+A layer, whose norms are before, after or around attention and MLP; a parallel residual feeds the MLP from the left:
+
+    hidden ─┬─▶ (norm) ─▶ attention ─▶ (norm) ─▶ (scale) ─▶ Add ─┬─▶ (norm) ─▶ MLP ─▶ (norm) ─▶ (scale) ─▶ Add ─▶
+            └───────────────────────────────────────────────▶    └────────────────────────────────────────▶
+
 `edgekit.contract` has the table of inputs and outputs.
 """
 
@@ -20,7 +25,11 @@ from edgekit.export.graph.attention import (
     attention_bias,
     heads,
     join_heads,
+    rope_frequencies,
     rope_table,
+    scaled,
+    softcap,
+    windowed,
 )
 from edgekit.export.graph.builder import IR_VERSION, GraphBuilder
 from edgekit.export.graph.linear import LinearInputs, embedding, linear
@@ -52,8 +61,9 @@ class _Step:
     """Inputs that every layer shares."""
 
     position_ids: ir.Value
-    past_bias: ir.Value
     new_bias: ir.Value
+    past_biases: tuple[ir.Value, ...]
+    sequence_length: ir.Value | None
 
 
 class _DecoderGraph:
@@ -61,8 +71,9 @@ class _DecoderGraph:
         self.spec = spec
         self.weights = weights
         self.g = GraphBuilder(spec.family)
+        self._group_of = {layer: index for index, group in enumerate(spec.cache_groups()) for layer in group.layers}
         self._tables: dict[RopeSpec, RopeTable] = {}
-        self._biases: dict[int, AttentionBias] = {}
+        self._biases: dict[tuple[int, int], AttentionBias] = {}
 
     def build(self, producer_version: str) -> ir.Model:
         g, spec = self.g, self.spec
@@ -70,14 +81,19 @@ class _DecoderGraph:
         step = _Step(
             position_ids=g.input(contract.POSITION_IDS, INT64, ["batch", "sequence"]),
             new_bias=g.input(contract.NEW_BIAS, FLOAT, ["batch", 1, "sequence", "sequence"]),
-            past_bias=g.input(contract.past_bias(0), FLOAT, ["batch", 1, "bias_rows", "capacity.0"]),
+            past_biases=tuple(
+                g.input(contract.past_bias(group), FLOAT, ["batch", 1, f"bias_rows.{group}", f"capacity.{group}"])
+                for group in range(len(spec.cache_groups()))
+            ),
+            sequence_length=g.input(contract.SEQUENCE_LENGTH, INT64, [1]) if spec.depends_on_length else None,
         )
         logit_rows = g.input(contract.LOGIT_ROWS, INT64, ["rows"])
-        for layer in spec.layers:  # before the layers, so that what several share is not named after the first
+        for index, layer in enumerate(spec.layers):  # first, so that what several share is not named after one of them
             self._table(layer.attention.rope, step)
-            self._bias(layer.attention.group_size, step)
+            self._bias(index, step)
         with g.scope("embed_tokens"):
             hidden = embedding(g, input_ids, self.weights["embed_tokens.weight"])
+            hidden = scaled(g, hidden, spec.embedding_scale)
         for index, layer in enumerate(spec.layers):
             with g.scope(f"layers.{index}"):
                 hidden = self._layer(index, layer, hidden, step)
@@ -87,7 +103,9 @@ class _DecoderGraph:
         hidden = self._norm("norm", spec.norm, hidden)
         head = "embed_tokens" if spec.tie_word_embeddings else "lm_head"
         with g.scope("lm_head"):
-            logits = linear(g, LinearInputs(g, hidden), self.weights[f"{head}.weight"], None)
+            bias = self._vector("lm_head.bias") if spec.head_bias else None
+            logits = linear(g, LinearInputs(g, hidden), self.weights[f"{head}.weight"], bias)
+            logits = softcap(g, scaled(g, logits, spec.logit_scale), spec.logit_softcap)
             with g.block("logits", [logits, logit_rows], {}) as outputs:
                 logits = g.op("Identity", logits)
                 outputs.append(logits)
@@ -95,29 +113,37 @@ class _DecoderGraph:
         return ir.Model(g.finish(), ir_version=IR_VERSION, producer_name="edgekit", producer_version=producer_version)
 
     def _layer(self, index: int, layer: LayerSpec, hidden: ir.Value, step: _Step) -> ir.Value:
-        normed = self._norm(f"layers.{index}.input_norm", layer.norm, hidden)
-        attended = self._attention(index, layer.attention, normed, step)
-        after_attention = self.g.op("Add", hidden, attended)
-        mlp_input = hidden if layer.parallel_residual else after_attention
-        normed = self._norm(f"layers.{index}.mlp_norm", layer.norm, mlp_input)
-        return self.g.op("Add", after_attention, self._mlp(index, layer.mlp, normed))
+        normed = self._layer_norm(index, "input_norm", hidden)
+        attended = self._layer_norm(index, "attn_output_norm", self._attention(index, layer.attention, normed, step))
+        after_attention = self.g.op("Add", hidden, scaled(self.g, attended, layer.residual_scale))
+        if not layer.shared_norm:
+            normed = self._layer_norm(index, "mlp_norm", hidden if layer.parallel_residual else after_attention)
+        mixed = self._layer_norm(index, "mlp_output_norm", self._mlp(index, layer.mlp, normed))
+        return self.g.op("Add", after_attention, scaled(self.g, mixed, layer.residual_scale))
+
+    def _layer_norm(self, index: int, name: str, x: ir.Value) -> ir.Value:
+        """Applies a norm of a layer, if the layer has it."""
+        layer = self.spec.layers[index]
+        return self._norm(f"layers.{index}.{name}", layer.norm, x) if name in layer.norm_names() else x
 
     def _attention(self, index: int, spec: AttentionSpec, normed: ir.Value, step: _Step) -> ir.Value:
         g, name = self.g, f"layers.{index}.self_attn"
-        kv = spec.num_kv_heads
-        past_key = g.input(contract.past_key(index), FLOAT, ["batch", kv, spec.key_dim, "capacity.0"])
-        past_value = g.input(contract.past_value(index), FLOAT, ["batch", kv, "capacity.0", spec.value_dim])
+        kv, capacity = spec.num_kv_heads, f"capacity.{self._group_of[index]}"
+        past_key = g.input(contract.past_key(index), FLOAT, ["batch", kv, spec.key_dim, capacity])
+        past_value = g.input(contract.past_value(index), FLOAT, ["batch", kv, capacity, spec.value_dim])
         inputs = LinearInputs(g, normed)
-        projected = Projections(
-            query=self._linear(f"{name}.q_proj", inputs),
-            key=self._linear(f"{name}.k_proj", inputs),
-            value=self._linear(f"{name}.v_proj", inputs),
-            query_norm=None if spec.qk_norm is None else self._vector(f"{name}.q_norm.weight"),
-            key_norm=None if spec.qk_norm is None else self._vector(f"{name}.k_norm.weight"),
-        )
+        query, key = self._linear(f"{name}.q_proj", inputs), self._linear(f"{name}.k_proj", inputs)
+        value = self._linear(f"{name}.v_proj", inputs)
+        head_norms = (None, None)
+        if spec.qk_norm is not None and spec.qk_norm_scope == "all_heads":
+            query = self._norm(f"{name}.q_norm", spec.qk_norm, query)
+            key = self._norm(f"{name}.k_norm", spec.qk_norm, key)
+        elif spec.qk_norm is not None:
+            head_norms = self._vector(f"{name}.q_norm.weight"), self._vector(f"{name}.k_norm.weight")
+        projected = Projections(query=query, key=key, value=value, query_norm=head_norms[0], key_norm=head_norms[1])
         tensors = heads(g, index, projected, self._table(spec.rope, step), spec)
-        bias = self._bias(spec.group_size, step)
-        context = join_heads(g, attention(g, tensors, past_key, past_value, bias), spec)
+        attended = attention(g, tensors, (past_key, past_value), self._bias(index, step), spec.softcap)
+        context = join_heads(g, attended, spec)
         return self._linear(f"{name}.o_proj", LinearInputs(g, context))
 
     def _mlp(self, index: int, spec: MlpSpec, normed: ir.Value) -> ir.Value:
@@ -142,14 +168,20 @@ class _DecoderGraph:
     def _vector(self, name: str) -> ir.Value:
         return self.g.weight(self.weights[name].parts[0])
 
-    def _table(self, rope: RopeSpec, step: _Step) -> RopeTable:
+    def _table(self, rope: RopeSpec | None, step: _Step) -> RopeTable | None:
         """Layers with the same rope share one table."""
+        if rope is None:
+            return None
         if rope not in self._tables:
-            self._tables[rope] = rope_table(self.g, step.position_ids, rope)
+            frequencies = rope_frequencies(self.g, rope, step.sequence_length)
+            self._tables[rope] = rope_table(self.g, step.position_ids, rope, frequencies)
         return self._tables[rope]
 
-    def _bias(self, group_size: int, step: _Step) -> AttentionBias:
-        """Layers with the same number of query heads per KV head share one bias."""
-        if group_size not in self._biases:
-            self._biases[group_size] = attention_bias(self.g, step.past_bias, step.new_bias, group_size)
-        return self._biases[group_size]
+    def _bias(self, index: int, step: _Step) -> AttentionBias:
+        """Layers of the same cache group and number of query heads per KV head share one bias."""
+        group, group_size = self._group_of[index], self.spec.layers[index].attention.group_size
+        if (group, group_size) not in self._biases:
+            window = self.spec.layers[index].attention.sliding_window
+            new_bias = windowed(self.g, step.new_bias, step.position_ids, window)
+            self._biases[group, group_size] = attention_bias(self.g, step.past_biases[group], new_bias, group_size)
+        return self._biases[group, group_size]

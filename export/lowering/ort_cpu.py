@@ -25,6 +25,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekit import contract
+from edgekit.export.graph.attention import scaled
 from edgekit.export.graph.mlp import activate
 from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, keep
 from edgekit.export.lowering.packing import dimension, packed, vectors, widened
@@ -134,11 +135,12 @@ def _siblings(state: Lowering, block: Block) -> list[Block]:
 
 def _rope_table(state: Lowering, block: Block) -> None:
     """The table has one row per new token, so a token's row index stands for its position."""
-    g, (positions,) = state.g, state.operands(block)
-    frequencies = block.attributes["inverse_frequencies"]
+    g, (positions, frequencies) = state.g, state.operands(block)
+    factor = block.attributes["attention_factor"]
     column = g.op("Cast", g.op("Reshape", state[positions], g.ints(-1, 1)), attributes={"to": FLOAT})
-    angles = g.op("Mul", column, g.constant(np.array(frequencies, np.float32)))
-    state[block.outputs[0]], state[block.outputs[1]] = g.op("Cos", angles), g.op("Sin", angles)
+    angles = g.op("Mul", column, state[frequencies])
+    for output, op_type in zip(block.outputs, ("Cos", "Sin"), strict=True):
+        state[output] = scaled(g, g.op(op_type, angles), factor)
 
 
 def _token_indices(state: Lowering) -> ir.Value:
@@ -207,7 +209,8 @@ def _head_norm(state: Lowering, block: Block, rows: ir.Value, weight: ir.Value |
 def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
     """Rotates x [B, heads, S, dk] by the table of the new tokens."""
     cos, sin = block.inputs[3:5]
-    assert cos is not None and sin is not None
+    if cos is None or sin is None:
+        return x
     indices = state.once("token indices", lambda: _token_indices(state))
     attributes: dict[str, int] = {"interleaved": 0}
     if block.attributes["rotary_dim"] != block.attributes["key_dim"]:
@@ -218,11 +221,14 @@ def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
 
 def _attention(state: Lowering, block: Block) -> None:
     """As the portable block, with the scale of the scores folded into the two products."""
-    g, operands = state.g, state.operands(block)
+    g, operands, cap = state.g, state.operands(block), block.attributes["softcap"]
     query, key, value, past_key, past_value, bias, lengths = (state[operand] for operand in operands)
-    scale = {"alpha": state.query_scale[operands[0]]}
-    scores = [g.op(f"{MS}FusedMatMul", query, keys, attributes=scale) for keys in (past_key, key)]
-    biased = g.op("Add", g.op("Concat", *scores, attributes={"axis": -1}), bias)
+    scale = {"alpha": state.query_scale[operands[0]] / (cap or 1.0)}
+    products = [g.op(f"{MS}FusedMatMul", query, keys, attributes=scale) for keys in (past_key, key)]
+    scores = g.op("Concat", *products, attributes={"axis": -1})
+    if cap is not None:
+        scores = scaled(g, g.op("Tanh", scores), cap)
+    biased = g.op("Add", scores, bias)
     past, new = g.ops("Split", [g.op("Softmax", biased, attributes={"axis": -1}), lengths], 2, {"axis": -1})
     state[block.outputs[0]] = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, value))
 

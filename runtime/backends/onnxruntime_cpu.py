@@ -61,7 +61,7 @@ class OnnxRuntimeCpu:
 
     def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
         """Starts a conversation that keeps its past in `cache`."""
-        return OnnxRuntimeRunner(self._session, self.spec.vocab_size, cache)
+        return OnnxRuntimeRunner(self._session, self.spec, cache)
 
 
 def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Path) -> None:
@@ -71,7 +71,9 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Pa
         kv, key, value = layer.attention.num_kv_heads, layer.attention.key_dim, layer.attention.value_dim
         expected[contract.past_key(index)] = expected[contract.new_key(index)] = (None, kv, key, None)
         expected[contract.past_value(index)] = expected[contract.new_value(index)] = (None, kv, None, value)
-    shared = (contract.INPUT_IDS, contract.POSITION_IDS, contract.NEW_BIAS, contract.past_bias(0), contract.LOGIT_ROWS)
+    shared = [contract.INPUT_IDS, contract.POSITION_IDS, contract.NEW_BIAS, contract.LOGIT_ROWS]
+    shared += [contract.past_bias(group) for group in range(len(spec.cache_groups()))]
+    shared += [contract.SEQUENCE_LENGTH] if spec.depends_on_length else []
     found = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
     differing = set(found) ^ {*expected, *shared}
     for name, shape in expected.items():
@@ -87,7 +89,11 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Pa
 
 @dataclass(frozen=True, kw_only=True)
 class _Binding:
-    """Arrays of one kind of step and the session's pointers to them."""
+    """Arrays of one kind of step and the session's pointers to them.
+
+    Attributes:
+        window_biases: Window, and the bias over the past, shape (1, 1, S, capacity), of the groups that have one.
+    """
 
     past: CacheArrays
     io: ort.IOBinding
@@ -95,16 +101,19 @@ class _Binding:
     position_ids: npt.NDArray[np.int64]
     new_bias: npt.NDArray[np.float32]
     logit_rows: npt.NDArray[np.int64]
+    sequence_length: npt.NDArray[np.int64]
+    window_biases: tuple[tuple[int, npt.NDArray[np.float32]], ...]
     outputs: StepOutputs
 
 
 class OnnxRuntimeRunner:
     """Steps of one conversation."""
 
-    def __init__(self, session: ort.InferenceSession, vocab_size: int, cache: KVCache) -> None:
+    def __init__(self, session: ort.InferenceSession, spec: DecoderSpec, cache: KVCache) -> None:
         """Attaches a session to a conversation's cache."""
         self._session = session
-        self._vocab_size = vocab_size
+        self._spec = spec
+        self._groups = spec.cache_groups()
         self._cache = cache
         self._bindings: dict[tuple[int, int], _Binding] = {}
 
@@ -115,6 +124,9 @@ class OnnxRuntimeRunner:
         binding.position_ids[0] = inputs.position_ids
         binding.new_bias[0, 0] = inputs.new_bias
         binding.logit_rows[:] = inputs.logit_rows
+        binding.sequence_length[0] = inputs.sequence_length
+        for window, bias in binding.window_biases:
+            bias[0, 0] = self._cache.window_bias(inputs.position_ids, window)
         self._session.run_with_iobinding(binding.io)
         return binding.outputs
 
@@ -136,6 +148,7 @@ class OnnxRuntimeRunner:
     def _bind(self, tokens: int, rows: int) -> _Binding:
         io = self._session.io_binding()
         cache = self._cache
+        windows = [group.sliding_window for group in self._groups if group.sliding_window is not None]
         binding = _Binding(
             past=cache.arrays,
             io=io,
@@ -143,8 +156,10 @@ class OnnxRuntimeRunner:
             position_ids=np.zeros((1, tokens), np.int64),
             new_bias=np.zeros((1, 1, tokens, tokens), np.float32),
             logit_rows=np.zeros(rows, np.int64),
+            sequence_length=np.zeros(1, np.int64),
+            window_biases=tuple((window, np.zeros((1, 1, tokens, cache.capacity), np.float32)) for window in windows),
             outputs=StepOutputs(
-                logits=np.zeros((rows, self._vocab_size), np.float32),
+                logits=np.zeros((rows, self._spec.vocab_size), np.float32),
                 stacks=tuple(stack.empty(tokens) for stack in cache.stacks),
             ),
         )
@@ -152,7 +167,12 @@ class OnnxRuntimeRunner:
         _bind_input(io, contract.POSITION_IDS, binding.position_ids)
         _bind_input(io, contract.NEW_BIAS, binding.new_bias)
         _bind_input(io, contract.LOGIT_ROWS, binding.logit_rows)
-        _bind_input(io, contract.past_bias(0), cache.past_bias)
+        if self._spec.depends_on_length:
+            _bind_input(io, contract.SEQUENCE_LENGTH, binding.sequence_length)
+        window_biases = dict(binding.window_biases)
+        for index, group in enumerate(self._groups):
+            bias = cache.past_bias if group.sliding_window is None else window_biases[group.sliding_window]
+            _bind_input(io, contract.past_bias(index), bias)
         _bind_output(io, contract.LOGITS, binding.outputs.logits[None])
         for past, new in zip(cache.stacks, binding.outputs.stacks, strict=True):
             _bind_layers(io, past, new)

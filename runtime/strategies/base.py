@@ -51,6 +51,7 @@ class Draft:
             position_ids=start + depths,
             new_bias=new_bias,
             logit_rows=np.arange(count, dtype=np.int64),
+            sequence_length=start + int(depths.max()) + 1,
         )
 
 

@@ -14,7 +14,6 @@ import pytest
 from edgekit.bundle import (
     SCHEMA_VERSION,
     Bundle,
-    CacheGroup,
     Divergence,
     FileRecord,
     GenerationRecord,
@@ -28,7 +27,7 @@ from edgekit.bundle import (
 from edgekit.errors import CorruptArtifactError, EdgeKitError, UnsupportedError, UsageError
 from edgekit.rope import Llama3Scaling, RopeSpec
 from edgekit.source import SourceRecord
-from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from edgekit.spec import AttentionSpec, CacheGroup, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 Edit: TypeAlias = Callable[[dict[str, Any]], object]
 

@@ -59,8 +59,12 @@ class GraphModel:
         rows: npt.NDArray[np.int64] | None = None,
         keep: npt.NDArray[np.int64] | None = None,
         empty_slots: int = 1,
+        sequence_length: int | None = None,
     ) -> FloatArray:
-        """Runs ids of shape (B, S) after what is cached, appends the rows `keep`, returns logits (B, R, V)."""
+        """Runs ids of shape (B, S) after what is cached, appends the rows `keep`, returns logits (B, R, V).
+
+        Where rotations depend on the length of the text, it has to be said before the last piece of it.
+        """
         batch, count = ids.shape
         if not self.cache:
             self.cache = [
@@ -71,17 +75,18 @@ class GraphModel:
         past = self.cache[0].shape[-1]
         causal = np.triu(np.full((count, count), contract.MASKED, np.float32), 1)
         bias = np.broadcast_to(causal if new_bias is None else new_bias, (batch, 1, count, count))
-        # Rubbish in empty slots, in front: neither order nor contents of what is masked may matter.
-        past_bias = np.concatenate([np.full(empty_slots, contract.MASKED), np.zeros(past)]).astype(np.float32)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(past, past + count), ids.shape).astype(np.int64)
         feeds: dict[str, Any] = {
             contract.INPUT_IDS: ids,
-            contract.POSITION_IDS: np.broadcast_to(np.arange(past, past + count), ids.shape).astype(np.int64)
-            if positions is None
-            else positions,
+            contract.POSITION_IDS: positions,
             contract.NEW_BIAS: np.ascontiguousarray(bias),
-            contract.past_bias(0): np.broadcast_to(past_bias, (batch, 1, 1, past + empty_slots)).copy(),
             contract.LOGIT_ROWS: np.arange(count) if rows is None else rows,
         }
+        if self.spec.depends_on_length:
+            feeds[contract.SEQUENCE_LENGTH] = np.array([sequence_length or past + count])
+        for index, group in enumerate(self.spec.cache_groups()):
+            feeds[contract.past_bias(index)] = self._past_bias(positions, past, empty_slots, group.sliding_window)
         names = [contract.LOGITS]
         for layer in range(len(self.spec.layers)):
             for axis, name, array in (
@@ -99,6 +104,18 @@ class GraphModel:
             for index, (old, fresh) in enumerate(zip(self.cache, new, strict=True))
         ]
         return np.asarray(logits, np.float32)
+
+    def _past_bias(
+        self, positions: npt.NDArray[np.int64], past: int, empty_slots: int, window: int | None
+    ) -> FloatArray:
+        """Rubbish in empty slots, in front: neither order nor contents of what is masked may matter."""
+        batch, count = positions.shape
+        bias = np.zeros((batch, 1, 1 if window is None else count, empty_slots + past), np.float32)
+        bias[..., :empty_slots] = contract.MASKED
+        for row, query, key in np.ndindex(batch, 0 if window is None else count, past):
+            if key <= positions[row, query] - (window or 0):
+                bias[row, 0, query, empty_slots + key] = contract.MASKED
+        return bias
 
 
 ExportTiny: TypeAlias = Callable[..., Bundle]

@@ -27,7 +27,7 @@ from edgekit.bundle import Bundle, open_bundle, sha256_file
 from edgekit.checkpoint import open_checkpoint
 from edgekit.errors import CorruptArtifactError, EdgeKitError, ParityError, StorageError, UnsupportedError, UsageError
 from edgekit.export.exporter import ExportOptions, export_bundle
-from edgekit.export.graph.attention import rope_table
+from edgekit.export.graph.attention import rope_frequencies
 from edgekit.export.graph.mlp import gated_activation
 from edgekit.export.parity import MAX_KL_DIVERGENCE, TEXT, compare, graph_logits
 from edgekit.export.storage_plan import QuantizationOptions
@@ -199,8 +199,8 @@ def test_weights_that_lose_too_much_are_never_written(
     assert _names(output.parent) == []
 
 
-def _wrong_frequencies(g: Any, position_ids: Any, rope: RopeSpec) -> Any:
-    return rope_table(g, position_ids, msgspec.structs.replace(rope, theta=rope.theta / 2))
+def _wrong_frequencies(g: Any, rope: RopeSpec, sequence_length: Any) -> Any:
+    return rope_frequencies(g, msgspec.structs.replace(rope, theta=rope.theta / 2), sequence_length)
 
 
 def _wrong_activation(g: Any, gate: Any, up: Any, activation: str) -> Any:
@@ -210,8 +210,8 @@ def _wrong_activation(g: Any, gate: Any, up: Any, activation: str) -> Any:
 @pytest.mark.parametrize(
     ("precision", "name", "wrong"),
     [
-        ("fp32", "rope_table", _wrong_frequencies),
-        ("fp16", "rope_table", _wrong_frequencies),
+        ("fp32", "rope_frequencies", _wrong_frequencies),
+        ("fp16", "rope_frequencies", _wrong_frequencies),
         ("int8", "gated_activation", _wrong_activation),
         # Lost among what int4 costs this model, but not against its own weights.
         ("int4", "gated_activation", _wrong_activation),

@@ -218,7 +218,7 @@ def test_inputs_are_left_as_they_were(llama_decoder: Decoder, token_ids: Tokens)
     tokens = torch.from_numpy(token_ids)
     past = _run(llama_decoder, tokens[:, :10]).key_values
     mask, positions = causal_mask(14, 10), torch.arange(10, 24).expand(2, 14).clone()
-    inputs = [tokens, positions, *mask, *(part for layer in past for part in layer)]
+    inputs = [tokens, positions, mask.new, mask.past, *(part for layer in past for part in layer)]
     before = [tensor.clone() for tensor in inputs]
     _run(llama_decoder, tokens[:, 10:], position_ids=positions, past=past, mask=mask)
     assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))

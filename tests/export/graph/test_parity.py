@@ -48,7 +48,10 @@ def test_chunked_prefill_and_single_steps_give_the_logits_of_hugging_face(
     graph = load_graph(export_tiny(every_tiny_checkpoint), form)
     expected = _expected(hugging_face(every_tiny_checkpoint), token_ids)
     pieces = [slice(0, 9), slice(9, 16), *(slice(i, i + 1) for i in range(16, 20)), slice(20, 24)]
-    got = [graph.step(token_ids[:, piece], empty_slots=1 + index % 3) for index, piece in enumerate(pieces)]
+    got = [
+        graph.step(token_ids[:, piece], empty_slots=1 + index % 3, sequence_length=24)
+        for index, piece in enumerate(pieces)
+    ]
     np.testing.assert_allclose(np.concatenate(got, axis=1), expected, atol=TOLERANCE, rtol=0)
 
 
