@@ -192,10 +192,10 @@ class KVCache:
         self.past_bias[..., self._slots] = 0.0
 
     def _grow(self, wanted: int) -> None:
-        # Growing by an eighth keeps the copying a constant share of the work, and the unused slots few:
-        # the cost of a step follows the capacity.
+        # Growing by an eighth keeps the copying a constant share of the work, and the unused slots few: the cost of a
+        # step follows the capacity. A prompt is followed by an answer, whose first tokens should not move it again.
         held = self.capacity
-        buckets = -(-max(wanted, held + held // 8) // BUCKET_TOKENS)
+        buckets = -(-max(wanted + BUCKET_TOKENS // 2, held + held // 8) // BUCKET_TOKENS)
         capacity = min(buckets * BUCKET_TOKENS, self.max_positions)
         grown = []
         for stack in self.stacks:

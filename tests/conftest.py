@@ -6,7 +6,6 @@ A model is asked for by the name of its variant, a key of `VARIANTS`: ``tiny_che
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ import numpy.typing as npt
 import pytest
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
     from transformers import PreTrainedModel
 
 # Before anything imports them: no test may reach a hub, and progress bars drown what a failed test says.
@@ -27,6 +25,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 # Threads that share tiny products only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+MakeCheckpoint: TypeAlias = Callable[[Mapping[str, Any]], Path]
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
 TinyGguf: TypeAlias = Callable[[str, str], Path]
 HuggingFaceModel: TypeAlias = Callable[[Path], "PreTrainedModel"]
@@ -53,6 +52,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_MISTRAL = {"model_type": "mistral", **_SIZES, "num_key_value_heads": 2, "head_dim": 24}
+_QWEN2 = {"model_type": "qwen2", **_SIZES, "num_key_value_heads": 2}
+_WINDOWS = {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}
+_GEMMA = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
+_GEMMA2 = {"model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+_UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False}
+_GEMMA3 = {"model_type": "gemma3_text", **_GEMMA, "layer_types": ["full_attention", "sliding_attention"]}
+_TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_OLMO2 = {"model_type": "olmo2", **_SIZES, "num_key_value_heads": 2}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # Every feature that a family can have is present in one variant and absent from another.
@@ -66,6 +77,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "llama_gelu_tanh": {**_LLAMA, "hidden_act": "gelu_pytorch_tanh"},
     "qwen3": {**_QWEN3, "tie_word_embeddings": True},
     "qwen3_bias": {**_QWEN3, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "mistral": {**_MISTRAL, "sliding_window": 7},
+    "qwen2": _QWEN2,
+    "qwen2_windows": {**_QWEN2, **_WINDOWS},
+    "gemma2": _GEMMA2,
+    "gemma2_uncapped": {**_GEMMA2, **_UNCAPPED, "attention_bias": True},
+    "gemma3": {**_GEMMA3, "rope_parameters": _TWO_ROPES},
+    "olmo2": {**_OLMO2, "attention_bias": True},
     "gpt_neox": {**_NEOX, "rotary_pct": 0.25},
     "gpt_neox_sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
     "gpt_neox_relu": {**_NEOX, "hidden_act": "relu"},
@@ -115,14 +133,25 @@ def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> TinyCheckpoint:
-    """Makes the checkpoint of a variant, once: a directory as `save_pretrained` writes it. Do not change it."""
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> MakeCheckpoint:
+    """Makes a checkpoint of a config: a directory as `save_pretrained` writes it."""
+
+    def make(config: Mapping[str, Any]) -> Path:
+        directory = tmp_path_factory.mktemp(config["model_type"])
+        _write_checkpoint(config, directory, tiny_tokenizer)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(make_checkpoint: MakeCheckpoint) -> TinyCheckpoint:
+    """Makes the checkpoint of a variant, once. Do not change it."""
     made: dict[str, Path] = {}
 
     def make(variant: str) -> Path:
         if variant not in made:
-            made[variant] = tmp_path_factory.mktemp(variant)
-            _write_checkpoint(VARIANTS[variant], made[variant], tiny_tokenizer)
+            made[variant] = make_checkpoint(VARIANTS[variant])
         return made[variant]
 
     return make
@@ -170,13 +199,15 @@ def tiny_gguf(
 
     Matrices get the named type, vectors F32. Do not change the file.
     """
+    from tests.gguf_files import write_gguf
+
     made: dict[tuple[str, str], Path] = {}
 
     def make(variant: str, kind: str) -> Path:
         if (variant, kind) not in made:
             directory = tiny_checkpoint(variant)
             path = tmp_path_factory.mktemp("gguf") / f"{variant}.{kind}.gguf"
-            _write_gguf(hugging_face(directory), directory, path, kind)
+            write_gguf(hugging_face(directory), directory, path, {"*": kind})
             made[variant, kind] = path
         return made[variant, kind]
 
@@ -202,102 +233,3 @@ def _write_checkpoint(config: Mapping[str, Any], directory: Path, tokenizer: Pat
     (directory / "generation_config.json").write_text(json.dumps(GENERATION))
     for file in tokenizer.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
-
-
-_GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "gpt_neox": "gptneox"}
-
-
-def _write_gguf(model: PreTrainedModel, directory: Path, path: Path, kind: str) -> None:
-    from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-    from gguf.quants import quantize
-
-    config = model.config
-    name = _GGUF_ARCHITECTURES[config.model_type]
-    architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    writer = GGUFWriter(path, name)
-    _add_gguf_config(writer, config)
-    _add_gguf_tokenizer(writer, directory)
-    for hf_name, parameter in model.named_parameters():
-        stored = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None
-        data = _gguf_rows(hf_name, parameter.detach().numpy(), config)
-        dtype = GGMLQuantizationType.F32 if data.ndim == 1 else GGMLQuantizationType[kind]
-        writer.add_tensor(stored, quantize(data, dtype), raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _gguf_rows(name: str, data: npt.NDArray[np.float32], config: Any) -> npt.NDArray[np.float32]:
-    """The row orders of llama.cpp's `LlamaModel.permute` and `GPTNeoXModel.modify_tensors`."""
-    if "query_key_value" in name:
-        heads = config.num_attention_heads
-        split = data.reshape(heads, 3, config.hidden_size // heads, *data.shape[1:])
-        return np.concatenate([split[:, part].reshape(-1, *data.shape[1:]) for part in range(3)])
-    if config.model_type != "llama" or not any(part in name for part in ("q_proj", "k_proj")):
-        return data
-    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-    return data.reshape(heads, 2, len(data) // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-
-
-def _add_gguf_config(writer: GGUFWriter, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type == "gpt_neox":
-        head_dim = config.hidden_size // config.num_attention_heads
-        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
-        writer.add_parallel_residual(config.use_parallel_residual)
-        writer.add_layer_norm_eps(config.layer_norm_eps)
-        return
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    if rope["rope_type"] == "linear":
-        from gguf import RopeScalingType
-
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", np.array(_llama3_factors(rope, config.head_dim), np.float32))
-
-
-def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
-    """What llama.cpp's converter makes of Llama 3's rope (`LlamaModel.generate_extra_tensors`)."""
-    context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
-    factors = []
-    for channel in range(0, width, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (channel / width)
-        if wavelength < context / high:
-            factors.append(1.0)
-        elif wavelength > context / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (context / wavelength - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return factors
-
-
-def _add_gguf_tokenizer(writer: GGUFWriter, directory: Path) -> None:
-    from gguf import TokenType
-
-    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)

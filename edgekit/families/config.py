@@ -38,7 +38,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n_routed_experts": (None, 0),
     "moe_intermediate_size": (None, 0),
     "pretraining_tp": (None, 1),
+    "sliding_window": (None,),
     "use_sliding_window": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "attention_multiplier": (None,),
@@ -119,6 +122,13 @@ def refuse(family: str, key: str, value: Any, supported: tuple[Any, ...]) -> NoR
     raise UnsupportedError(f"{family} with {key} = {reprlib.repr(value)} is not supported; supported: {allowed}")
 
 
+def require(config: FamilyConfig, family: str, values: Mapping[str, Any]) -> None:
+    """Refuses a config whose keys have other values than the only ones that a family computes with."""
+    for key, value in values.items():
+        if getattr(config, key) != value:
+            refuse(family, key, getattr(config, key), (value,))
+
+
 def activation(hidden_act: str, family: str) -> Activation:
     """Returns the activation of a `hidden_act` value."""
     if hidden_act not in _ACTIVATIONS:
@@ -158,14 +168,16 @@ def layer_windows(config: FamilyConfig, window: int | None, family: str) -> tupl
 
     Args:
         config: The config; its `layer_types` say which layers have a window, all of them when there are none.
-        window: Positions that a token of such a layer sees; None when no layer has a window.
+        window: Positions that a token of such a layer sees; None when no layer may have a window.
         family: Name for messages.
 
     Raises:
         UnsupportedError: A layer is of another type.
         CorruptArtifactError: There is not one type for each layer.
     """
-    kinds: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    kinds: dict[str, int | None] = {"full_attention": None}
+    if window is not None:
+        kinds["sliding_attention"] = window
     if config.layer_types is None:
         return (window,) * config.num_hidden_layers
     if len(config.layer_types) != config.num_hidden_layers:
@@ -177,6 +189,12 @@ def layer_windows(config: FamilyConfig, window: int | None, family: str) -> tupl
         if kind not in kinds:
             refuse(family, "layer_types", kind, tuple(kinds))
     return tuple(kinds[kind] for kind in config.layer_types)
+
+
+def windowed(layer: LayerSpec, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
+    """Returns the layer once for every sliding window."""
+    replace = msgspec.structs.replace
+    return tuple(replace(layer, attention=replace(layer.attention, sliding_window=window)) for window in windows)
 
 
 def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:

@@ -50,30 +50,26 @@ class LlamaConfig(FamilyConfig, frozen=True, kw_only=True):
     rms_norm_eps: Positive = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
 
 
 def spec(config: Mapping[str, Any]) -> DecoderSpec:
     """Reads a Llama config."""
-    return decoder_spec(read_config(config, LlamaConfig, "llama"), "llama")
+    read = read_config(config, LlamaConfig, "llama")
+    return uniform_decoder(read, "llama", layer_spec(read, "llama"))
 
 
-def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> DecoderSpec:
-    """Builds the spec of Llama and of the families that vary it.
+def layer_spec(config: LlamaConfig, family: str) -> LayerSpec:
+    """Builds a layer of Llama, which other families vary.
 
     Args:
         config: The config.
-        family: Name of the family.
-        qk_norm: Whether heads of queries and keys are normalized.
+        family: Name for messages.
     """
-    if config.sliding_window is not None:
-        refuse(family, "sliding_window", config.sliding_window, (None,))
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     rope = rope_spec(config, head_dim, family)
     if rope.rotary_dim != head_dim:
         refuse(family, "partial_rotary_factor", rope.rotary_dim / head_dim, (1.0,))
-    norm = NormSpec(kind="rms", epsilon=config.rms_norm_eps)
-    layer = LayerSpec(
+    return LayerSpec(
         attention=AttentionSpec(
             num_heads=config.num_attention_heads,
             num_kv_heads=head_groups(config, config.num_key_value_heads, family),
@@ -83,7 +79,6 @@ def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> 
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             rope=rope,
-            qk_norm=norm if qk_norm else None,
         ),
         mlp=MlpSpec(
             width=config.intermediate_size,
@@ -91,14 +86,18 @@ def decoder_spec(config: LlamaConfig, family: str, *, qk_norm: bool = False) -> 
             gated=True,
             bias=config.mlp_bias,
         ),
-        norm=norm,
+        norm=NormSpec(kind="rms", epsilon=config.rms_norm_eps),
     )
-    return uniform_decoder(config, family, layer)
 
 
 @functools.cache
 def gguf_rows(layer: LayerSpec, projection: str) -> RowIndices | None:
-    """Rows of the half-split order in a GGUF file, which pairs the two channels of each rotation."""
+    """Rows of the half-split order in a GGUF file, which pairs the two channels of each rotation.
+
+    So does every architecture with LLAMA_ROPE_TYPE_NORM in `llama_model_rope_type` of llama.cpp: llama, mistral3,
+    granite and smollm3, whose converters are subclasses of `LlamaModel`. The others are LLAMA_ROPE_TYPE_NEOX, the
+    order of transformers, and their converters leave rows as they are.
+    """
     if projection not in ("q_proj", "k_proj"):
         return None
     attention = layer.attention

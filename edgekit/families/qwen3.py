@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with an RMSNorm over each head's queries and keys.
+"""Qwen3 (dense): Llama with an RMSNorm over each head's queries and keys, and the windows of Qwen2.
 
 Source: `Qwen3ForCausalLM` of transformers.
 """
@@ -10,24 +10,27 @@ from typing import Any
 
 import msgspec
 
-from edgekit.families import llama
+from edgekit.families import llama, qwen2
 from edgekit.families.base import Family
-from edgekit.families.config import Count, read_config
+from edgekit.families.config import Count, read_config, require
 from edgekit.spec import DecoderSpec
 
+replace = msgspec.structs.replace
 
-class Qwen3Config(llama.LlamaConfig, frozen=True, kw_only=True):
+
+class Qwen3Config(qwen2.Qwen2Config, frozen=True, kw_only=True):
     """The keys of a Qwen3 config."""
 
-    num_key_value_heads: Count | None = 32
     head_dim: Count | None = 128
 
 
 def spec(config: Mapping[str, Any]) -> DecoderSpec:
     """Reads a Qwen3 config."""
     read = read_config(config, Qwen3Config, "qwen3")
-    # The window counts only with use_sliding_window, which read_config refuses.
-    return llama.decoder_spec(msgspec.structs.replace(read, sliding_window=None), "qwen3", qk_norm=True)
+    require(read, "qwen3", {"mlp_bias": False})
+    layer = llama.layer_spec(read, "qwen3")
+    layer = replace(layer, attention=replace(layer.attention, qk_norm=layer.norm))
+    return qwen2.decoder_spec(read, "qwen3", layer)
 
 
 FAMILY = Family(

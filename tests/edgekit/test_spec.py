@@ -125,9 +125,9 @@ def test_group_size_is_the_number_of_query_heads_per_kv_head(spec: DecoderSpec) 
         (("layers", 0, "mlp", "activation"), "swiglu", "'swiglu' - at `$.layers[0].mlp.activation`"),
         (("layers", 1, "norm", "kind"), "group", "'group' - at `$.layers[1].norm.kind`"),
         (("layers", 0, "attention", "num_heads"), 2.5, "got `float` - at `$.layers[0].attention.num_heads`"),
-        (("layers", 0, "attention", "sliding_window"), 64, "`sliding_window` - at `$.layers[0].attention`"),
+        (("layers", 0, "attention", "alibi"), True, "unknown field `alibi` - at `$.layers[0].attention`"),
         (("vocab_size",), None, "got `null` - at `$.vocab_size`"),
-        (("logit_scale",), 2.0, "unknown field `logit_scale`"),
+        (("logit_bias",), 2.0, "unknown field `logit_bias`"),
     ],
 )
 def test_a_spec_with_anything_unknown_is_refused_with_its_place(

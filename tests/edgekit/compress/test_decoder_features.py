@@ -30,9 +30,12 @@ def _in_attention(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
 
 
 def _in_rope(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
-    return _in_layers(
-        lambda layer: replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes)))
-    )
+    def change(layer: LayerSpec) -> LayerSpec:
+        rope = layer.attention.rope
+        assert rope is not None
+        return replace(layer, attention=replace(layer.attention, rope=replace(rope, **changes)))
+
+    return _in_layers(change)
 
 
 def _in_mlp(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
@@ -41,6 +44,10 @@ def _in_mlp(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
 
 def _with_layer_norm_kind(kind: str) -> Callable[[DecoderSpec], DecoderSpec]:
     return _in_layers(lambda layer: replace(layer, norm=replace(layer.norm, kind=kind)))
+
+
+def _with_the_rope_of_layer(index: int) -> Callable[[DecoderSpec], DecoderSpec]:
+    return lambda spec: _in_attention(rope=spec.layers[index].attention.rope)(spec)
 
 
 # A wrong spec computes something else: what reads the spec cannot ignore the feature and still agree with the oracle.
@@ -67,6 +74,20 @@ WRONG = {
     "SiLU instead of ReLU": ("gpt_neox_relu", _in_mlp(activation="silu")),
     "RMSNorm instead of LayerNorm": ("gpt_neox", _with_layer_norm_kind("rms")),
     "another epsilon": ("llama", _in_layers(lambda layer: replace(layer, norm=replace(layer.norm, epsilon=0.1)))),
+    "no sliding window": ("mistral", _in_attention(sliding_window=None)),
+    "a longer sliding window": ("mistral", _in_attention(sliding_window=8)),
+    "a window in every layer": ("qwen2_windows", _in_attention(sliding_window=5)),
+    "no biases of q, k and v in Qwen2": ("qwen2", _in_attention(qkv_bias=False)),
+    "no soft cap of the scores": ("gemma2", _in_attention(softcap=None)),
+    "no soft cap of the logits": ("gemma2", lambda spec: replace(spec, logit_softcap=None)),
+    "the scale of the head width": ("gemma2", _in_attention(scale=16**-0.5)),
+    "unscaled embeddings": ("gemma2", lambda spec: replace(spec, embedding_scale=1.0)),
+    "no norms after attention and MLP": ("gemma2", _in_layers(lambda layer: replace(layer, norm_placement="pre"))),
+    "no norms before attention and MLP": ("gemma2", _in_layers(lambda layer: replace(layer, norm_placement="post"))),
+    "one rope for all layers": ("gemma3", _with_the_rope_of_layer(0)),
+    "the other rope for all layers": ("gemma3", _with_the_rope_of_layer(1)),
+    "no norms of queries and keys in Gemma": ("gemma3", _in_attention(qk_norm=None)),
+    "no norms over all heads": ("olmo2", _in_attention(qk_norm=None)),
     "a tied head": ("llama", lambda spec: replace(spec, tie_word_embeddings=True)),
 }
 

@@ -108,8 +108,13 @@ def _mlp(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
 
 
 def _rope(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
-    rope = msgspec.structs.replace(spec.layers[0].attention.rope, **changes)
-    return _attention(spec, rope=rope)
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
+    return _attention(spec, rope=msgspec.structs.replace(rope, **changes))
+
+
+def _placed(spec: DecoderSpec, norms: str) -> DecoderSpec:
+    return _layers(spec, lambda layer: msgspec.structs.replace(layer, norm_placement=norms))
 
 
 # For each feature: the variant that has it, and the spec of a model that lacks it.
@@ -133,6 +138,18 @@ KNOCK_OUTS: dict[str, tuple[str, Callable[[DecoderSpec], DecoderSpec]]] = {
     "activation": ("llama_gelu_tanh", lambda spec: _mlp(spec, activation="silu")),
     "exact gelu": ("gpt_neox", lambda spec: _mlp(spec, activation="relu")),
     "scale of the scores": ("llama", lambda spec: _attention(spec, scale=1.0)),
+    "sliding window": ("mistral", lambda spec: _attention(spec, sliding_window=None)),
+    "layers without a window": ("qwen2_windows", lambda spec: _attention(spec, sliding_window=5)),
+    "q, k and v biases without o's": ("qwen2", lambda spec: _attention(spec, qkv_bias=False)),
+    "soft cap of the scores": ("gemma2", lambda spec: _attention(spec, softcap=None)),
+    "soft cap of the logits": ("gemma2", lambda spec: msgspec.structs.replace(spec, logit_softcap=None)),
+    "scale from query_pre_attn_scalar": ("gemma2", lambda spec: _attention(spec, scale=16**-0.5)),
+    "embedding scale": ("gemma2", lambda spec: msgspec.structs.replace(spec, embedding_scale=1.0)),
+    "norms after attention and mlp": ("gemma2", lambda spec: _placed(spec, "pre")),
+    "norms before attention and mlp": ("gemma2", lambda spec: _placed(spec, "post")),
+    "a rope per type of layer": ("gemma3", lambda spec: _rope(spec)),
+    "qk-norm before two ropes": ("gemma3", lambda spec: _attention(spec, qk_norm=None)),
+    "qk-norm over all heads": ("olmo2", lambda spec: _attention(spec, qk_norm=None)),
 }
 
 

@@ -1,0 +1,44 @@
+"""Mistral: Llama without biases, with a sliding window over all layers or none.
+
+Source: `MistralForCausalLM` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgekit.families import llama
+from edgekit.families.base import Family
+from edgekit.families.config import Count, Size, decoder, read_config, refuse, require, windowed
+from edgekit.spec import DecoderSpec
+
+
+class MistralConfig(llama.LlamaConfig, frozen=True, kw_only=True):
+    """The keys of a Mistral config."""
+
+    num_key_value_heads: Count | None = 8
+    sliding_window: Size | None = 4096
+
+
+def spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """Reads a Mistral config."""
+    read = read_config(config, MistralConfig, "mistral")
+    require(read, "mistral", {"attention_bias": False, "mlp_bias": False})
+    # transformers gives every layer the window, whatever layer_types say.
+    kind = "full_attention" if read.sliding_window is None else "sliding_attention"
+    if set(read.layer_types or ()) - {kind}:
+        refuse("mistral", "layer_types", read.layer_types, (kind,))
+    windows = (read.sliding_window,) * read.num_hidden_layers
+    return decoder(read, "mistral", windowed(llama.layer_spec(read, "mistral"), windows))
+
+
+FAMILY = Family(
+    name="mistral",
+    covers="Mistral 7B, Mistral Nemo, Zephyr",
+    model_types=("mistral",),
+    gguf_architectures=("mistral3",),  # most of its GGUF files are those of Llama
+    spec=spec,
+    modules=llama.MODULES,
+    gguf_rows=llama.gguf_rows,
+)
