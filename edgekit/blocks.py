@@ -3,7 +3,7 @@
     w[n, k] = scale[n, k // block_size] · codes[n, k]  (+ offset[n, k // block_size])
 
 Codes are signed: −8…7 for 4 bits, −128…127 for 8 bits. `symmetric` blocks have no offset; `affine` blocks
-have a real one, which also holds the blocks of a GGUF's Q4_1. Scales and offsets are float16.
+have a real one, so that the blocks of a GGUF fit whose zero is no code: Q4_1, Q4_K, … Scales and offsets are float16.
 """
 
 from __future__ import annotations

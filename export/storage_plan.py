@@ -74,8 +74,9 @@ def plan_storage(checkpoint: Checkpoint, options: QuantizationOptions) -> dict[s
         checkpoint: The model.
         options: What the user asks for.
 
-    Blocks of a GGUF are kept: with precision int8 their codes are held in 8 bits, which changes no value, and
-    with int4 an 8-bit block stays 8 bits wide. They are rounded again only with `requantize`.
+    Blocks of a GGUF are kept, each tensor's with its own size and scheme: with precision int8 their codes are held in
+    8 bits, which changes no value, and with int4 an 8-bit block stays 8 bits wide. They are rounded again only with
+    `requantize`. Types of which only the values can be read are rounded like floats.
 
     Raises:
         UsageError: A `keep` pattern matches no module.

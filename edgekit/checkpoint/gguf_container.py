@@ -9,11 +9,12 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edgekit.checkpoint.gguf_types import TensorType, readable_types, tensor_type, type_name
 from edgekit.errors import CorruptArtifactError, UnsupportedError
 
 _AGAIN = "; download or copy it again"
@@ -22,42 +23,24 @@ _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
 
-class BlockFormat(NamedTuple):
-    """How a tensor type stores values: `size` bytes for every `elements` of a row."""
-
-    name: str
-    elements: int
-    size: int
-
-
-FORMATS: dict[int, BlockFormat] = {
-    0: BlockFormat("F32", 1, 4),
-    1: BlockFormat("F16", 1, 2),
-    2: BlockFormat("Q4_0", 32, 18),
-    3: BlockFormat("Q4_1", 32, 20),
-    8: BlockFormat("Q8_0", 32, 34),
-    30: BlockFormat("BF16", 1, 2),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
     """One entry of the tensor table.
 
     Attributes:
         shape: Rows first.
-        format: How values are stored.
+        type: How values are stored.
         offset: First byte in the file.
     """
 
     shape: tuple[int, ...]
-    format: BlockFormat
+    type: TensorType
     offset: int
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.shape) // self.format.elements * self.format.size
+        return math.prod(self.shape) // self.type.elements * self.type.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +140,13 @@ def _tensor_info(path: Path, name: str, cursor: _Cursor) -> TensorInfo:
         raise CorruptArtifactError(f"{path} has {name!r} with {dimensions} dimensions; GGUF allows 1 to 4")
     shape = tuple(reversed(cursor.numbers(f"{dimensions}Q")))
     kind, offset = cursor.numbers("IQ")
-    if kind not in FORMATS:
-        raise UnsupportedError(f"{path} has {name!r} as {_type_name(kind)}; supported: {_supported()}")
-    layout = FORMATS[kind]
+    layout = tensor_type(kind)
+    if layout is None:
+        supported = ", ".join(readable_types())
+        raise UnsupportedError(f"{path} has {name!r} as {type_name(kind)}; supported: {supported}")
     if shape[-1] % layout.elements or (layout.elements > 1 and dimensions == 1):
         raise CorruptArtifactError(f"{path} has {name!r} as {layout.name} with shape {shape}")
-    return TensorInfo(shape=shape, format=layout, offset=offset)
+    return TensorInfo(shape=shape, type=layout, offset=offset)
 
 
 def _place(path: Path, name: str, info: TensorInfo, start: int, file_size: int) -> TensorInfo:
@@ -171,15 +155,4 @@ def _place(path: Path, name: str, info: TensorInfo, start: int, file_size: int) 
         raise CorruptArtifactError(
             f"{path} is truncated: {name!r} ends at byte {offset + info.size} of {file_size}{_AGAIN}"
         )
-    return TensorInfo(shape=info.shape, format=info.format, offset=offset)
-
-
-def _type_name(kind: int) -> str:
-    from gguf.constants import GGMLQuantizationType
-
-    known = {int(member): member.name for member in GGMLQuantizationType}
-    return known.get(kind, f"unknown type {kind}")
-
-
-def _supported() -> str:
-    return ", ".join(sorted(layout.name for layout in FORMATS.values()))
+    return TensorInfo(shape=info.shape, type=info.type, offset=offset)

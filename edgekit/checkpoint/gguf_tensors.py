@@ -1,43 +1,46 @@
-"""The weights of a GGUF file. Quantized blocks keep exactly the codes of the file.
-
-Source: the block structs `block_q4_0`, `block_q4_1` and `block_q8_0` of ggml (ggml-common.h).
-"""
+"""The weights of a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekit.blocks import QuantizedBlocks
 from edgekit.checkpoint.base import Weight
 from edgekit.checkpoint.gguf_container import GgufContainer
-from edgekit.families import WeightSource
 from edgekit.families.base import RowIndices
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Read with the config rather than as a weight."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+# Read with the config rather than as weights.
+_ROPE_TENSORS = frozenset({ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS})
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+logger = logging.getLogger(__name__)
 
 
 class GgufTensors:
     """The tensors of a GGUF file."""
 
     def __init__(self, path: Path, container: GgufContainer) -> None:
-        """Wraps a parsed file.
+        """Wraps a parsed file. Warns once if it has tensors whose blocks cannot be kept.
 
         Args:
             path: The file.
             container: Its contents.
         """
         self.files = (path,)
-        self.shapes = {name: info.shape for name, info in container.tensors.items() if name != ROPE_FACTORS}
+        self.shapes = {name: info.shape for name, info in container.tensors.items() if name not in _ROPE_TENSORS}
         self._container: GgufContainer | None = container
+        inexact = sorted({info.type.name for info in container.tensors.values() if not info.type.exact})
+        if inexact:
+            logger.warning(
+                "%s has tensors in %s, whose blocks cannot be kept: their values are dequantized and rounded anew to "
+                "the chosen precision",
+                path.name,
+                ", ".join(inexact),
+            )
 
     def read(self, name: str, rows: RowIndices | None) -> Weight:
         """Reads one tensor, or the given rows of it: float32, or blocks when it is stored in blocks."""
@@ -59,71 +62,8 @@ def read_tensor(container: GgufContainer, name: str, rows: RowIndices | None = N
         rows: Rows to take, or None for all.
     """
     info = container.tensors[name]
-    stored = container.data[info.offset : info.offset + info.size].reshape(info.shape[0], -1)
-    raw = np.ascontiguousarray(stored if rows is None else stored[rows])
-    shape = (raw.shape[0], *info.shape[1:])
-    match info.format.name:
-        case "F32":
-            return raw.view("<f4").astype(np.float32).reshape(shape)
-        case "F16":
-            return raw.view("<f2").astype(np.float32).reshape(shape)
-        case "BF16":
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-        case "Q8_0":
-            return _q8_0(raw)
-        case "Q4_0":
-            return _q4_0(raw)
-        case "Q4_1":
-            return _q4_1(raw)
-    raise AssertionError(f"no reader for {info.format.name}")
-
-
-def _q8_0(raw: Bytes) -> QuantizedBlocks:
-    blocks = raw.reshape(len(raw), -1, 34)
-    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(raw), -1)
-    return QuantizedBlocks(bits=8, block_size=32, codes=codes, scale=_float16(blocks, 0))
-
-
-def _q4_0(raw: Bytes) -> QuantizedBlocks:
-    blocks = raw.reshape(len(raw), -1, 18)
-    return QuantizedBlocks(bits=4, block_size=32, codes=_nibbles(blocks[..., 2:]), scale=_float16(blocks, 0))
-
-
-def _q4_1(raw: Bytes) -> QuantizedBlocks:
-    """d·q + m with q in 0…15 is d·(q − 8) + (m + 8d); only the new offset is rounded, to float16."""
-    blocks = raw.reshape(len(raw), -1, 20)
-    scale, minimum = _float16(blocks, 0), _float16(blocks, 2)
+    stored = container.data[info.offset : info.offset + info.size].reshape(info.shape[0], -1, info.type.size)
+    blocks = np.ascontiguousarray(stored if rows is None else stored[rows])
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where tensors are handed out
-        offset = (minimum.astype(np.float32) + 8 * scale.astype(np.float32)).astype(np.float16)
-    return QuantizedBlocks(bits=4, block_size=32, codes=_nibbles(blocks[..., 4:]), scale=scale, offset=offset)
-
-
-def _float16(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
-    values = np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")[..., 0]
-    return values.astype(np.float16)
-
-
-def _nibbles(packed: Bytes) -> npt.NDArray[np.int8]:
-    """Codes −8…7, shape (rows, columns), of 16 bytes per block: first all low nibbles, then all high ones."""
-    nibbles = np.concatenate([packed & 0xF, packed >> 4], axis=-1)
-    return nibbles.astype(np.int8).reshape(len(packed), -1) - np.int8(8)
-
-
-def gguf_sources(sources: Mapping[str, WeightSource], architecture: str, layers: int) -> dict[str, WeightSource]:
-    """Renames sources from Hugging Face's names to GGUF's.
-
-    Args:
-        sources: Sources by canonical name.
-        architecture: GGUF's name of the architecture.
-        layers: Number of layers.
-    """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = get_tensor_name_map(arch, layers)
-    renamed = {}
-    for canonical, source in sources.items():
-        name = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
-        assert name is not None, f"{architecture} has no GGUF name for {source.name}"
-        renamed[canonical] = replace(source, name=name)
-    return renamed
+        weight = info.type.read(blocks)
+    return weight if isinstance(weight, QuantizedBlocks) else weight.reshape(blocks.shape[0], *info.shape[1:])

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, rebuilt from its vocabulary.
 
-Sources: `llm_tokenizer_bpe` and `llm_tokenizer_spm` of llama.cpp (src/llama-vocab.cpp) for how text is split, and the
-tokenizer.json files of the models that the pre-tokenizer names stand for.
+Sources: `llama_vocab::impl::load`, `llm_tokenizer_bpe` and `llm_tokenizer_spm` of llama.cpp (src/llama-vocab.cpp), and
+the tokenizer.json files of the models that the pre-tokenizer names stand for.
 """
 
 from __future__ import annotations
@@ -11,65 +11,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgekit.checkpoint.base import TokenizerFiles
+from edgekit.checkpoint.gguf_pretokenizers import PRE_TOKENIZERS
 from edgekit.errors import CorruptArtifactError, UnsupportedError, one_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.pre_tokenizers import PreTokenizer
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Of `llama_token_type`: unknown and control, and user-defined.
-_SPECIAL_KINDS, _USER_DEFINED = (2, 3), 4
+# Of `llama_token_type`.
+_SPECIAL_KINDS, _USER_DEFINED, _UNUSED = (2, 3), 4, 5
 _SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _SAMPLING_KEYS: Mapping[str, str] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-
-
-def _gpt2() -> PreTokenizer:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> PreTokenizer:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split(pattern: str) -> PreTokenizer:
-    from tokenizers import Regex, pre_tokenizers
-
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-_PRE_TOKENIZERS: Mapping[str, Callable[[], PreTokenizer]] = {
-    "gpt-2": _gpt2,
-    "olmo": _gpt2,  # GPT-NeoX's
-    "smollm": _smollm,
-    "llama-bpe": lambda: _split(_LLAMA3),
-    "qwen2": lambda: _split(_QWEN2),
-}
-_NORMALIZED = ("olmo", "qwen2")
-# Vocabularies with whole words that no sequence of merges reaches.
-_WHOLE_WORDS_FIRST = ("llama-bpe",)
-# Kinds of vocabulary whose texts start with the first token unless a file says otherwise.
-_FIRST_TOKEN_BY_DEFAULT = ("llama", "llama-bpe")
 # The names that chat templates use, and the metadata with the ids.
 _SPECIAL_TOKENS: Mapping[str, str] = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
 }
+# The ids of a SentencePiece vocabulary that a file need not repeat.
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+# llama.cpp ends a generation at any of them, and at tokens with these texts: files of chat models often name only the
+# token that ends a document.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset(
+    {
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+    }
+)
+# Special tokens of Phi-3 take the whitespace after them, but for these.
+_PHI3_KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class GgufTokenizer:
@@ -99,8 +77,8 @@ class GgufTokenizer:
             for key, name in _SAMPLING_KEYS.items()
             if f"general.sampling.{key}" in metadata
         }
-        tokens = metadata["tokenizer.ggml.tokens"]
-        special_tokens = {name: tokens[metadata[key]] for name, key in _SPECIAL_TOKENS.items() if key in metadata}
+        tokens, ids = metadata["tokenizer.ggml.tokens"], special_token_ids(metadata)
+        special_tokens = {name: tokens[ids[key]] for name, key in _SPECIAL_TOKENS.items() if key in ids}
         return TokenizerFiles(
             chat_template=metadata.get("tokenizer.chat_template"), special_tokens=special_tokens, generation=generation
         )
@@ -119,7 +97,7 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """
     from tokenizers import AddedToken
 
-    values = {key[15:]: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    values = _values(metadata)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     model = str(values.get("model"))
     if model not in builders:
@@ -130,12 +108,56 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         kinds = list(zip(values["tokens"], values.get("token_type", ()), strict=False))
         special = [token for token, kind in kinds if kind in _SPECIAL_KINDS]
         whole = [token for token, kind in kinds if kind == _USER_DEFINED]
-        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
-        _frame(tokenizer, values, default_bos=not {model, values.get("pre")}.isdisjoint(_FIRST_TOKEN_BY_DEFAULT))
-    except (KeyError, IndexError, ValueError) as error:
+        strips = _strips_space_after(metadata)
+        tokenizer.add_special_tokens(
+            [AddedToken(token, normalized=False, special=True, rstrip=strips(token)) for token in special]
+        )
+        tokenizer.add_tokens([AddedToken(token, normalized=False, rstrip=strips(token)) for token in whole])
+        _frame(tokenizer, values)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CorruptArtifactError(f"{path} has an incomplete vocabulary: {error!r}") from error
     return tokenizer
+
+
+def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids of special tokens by GGUF's names, such as ``bos_token_id``."""
+    values = _values(metadata)
+    return {key: value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)}
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the tokens that end a generation, sorted."""
+    ids, values = special_token_ids(metadata), _values(metadata)
+    named = {ids[key] for key in _END_KEYS if key in ids}
+    # A plain token may be spelled like one of them, and Gemma's <end_of_turn> is not always a control token.
+    whole = (*_SPECIAL_KINDS, _USER_DEFINED)
+    kinds = zip(_list(values, "tokens"), _list(values, "token_type"), strict=False)
+    known = {index for index, (token, kind) in enumerate(kinds) if token in _END_TEXTS and kind in whole}
+    return tuple(sorted(named | known))
+
+
+def _values(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of the tokenizer, with the ids that follow from its kind and without tokens that only pad."""
+    values = {key[15:]: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    tokens, kinds = _list(values, "tokens"), _list(values, "token_type")
+    count = len(tokens)
+    if len(kinds) == count:
+        # Converters fill the vocabulary up to the rows of the embedding; no text has these tokens.
+        count = max((index + 1 for index, kind in enumerate(kinds) if kind != _UNUSED), default=0)
+        values |= {key: values[key][:count] for key in ("tokens", "token_type", "scores") if key in values}
+    defaults = _DEFAULT_IDS.get(str(values.get("model")), {})
+    return {**{key: index for key, index in defaults.items() if index < count}, **values}
+
+
+def _list(values: Mapping[str, Any], key: str) -> list[Any]:
+    value = values.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _strips_space_after(metadata: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Returns whether a special token takes the whitespace after it, which files do not say."""
+    is_phi3 = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    return lambda token: is_phi3 and token not in _PHI3_KEEPS_SPACE_AFTER
 
 
 def _check_ids(values: Mapping[str, Any]) -> None:
@@ -148,16 +170,17 @@ def _byte_level(values: Mapping[str, Any], path: Path) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     pre = str(values.get("pre"))
-    if pre not in _PRE_TOKENIZERS:
-        raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(pre, _PRE_TOKENIZERS)}")
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedError(f"{path} has a pre-tokenizer {one_of(pre, PRE_TOKENIZERS)}")
+    kind = PRE_TOKENIZERS[pre]
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["merges"])]
     vocabulary = _vocabulary(values)
     if any(not {left, right, left + right} <= vocabulary.keys() for left, right in merges):
         raise ValueError("merges of unknown tokens")
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
-    if pre in _NORMALIZED:
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind.whole_words_first))
+    if kind.normalizes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = kind.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -203,10 +226,12 @@ def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, s
     return [(left, right) for _, left, right in found]
 
 
-def _frame(tokenizer: Tokenizer, values: Mapping[str, Any], *, default_bos: bool) -> None:
-    """Adds the first and last token where the file asks for them."""
+def _frame(tokenizer: Tokenizer, values: Mapping[str, Any]) -> None:
+    """Adds the first and last token where the file asks for them, or its kind of vocabulary has them by default."""
     from tokenizers import processors
 
+    kind = PRE_TOKENIZERS.get(str(values.get("pre")))
+    default_bos = values["model"] == "llama" or (kind is not None and kind.adds_first_token)
     first = [values["bos_token_id"]] if values.get("add_bos_token", default_bos) else []
     last = [values["eos_token_id"]] if values.get("add_eos_token", False) else []
     if not first and not last:

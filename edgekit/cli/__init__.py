@@ -103,10 +103,18 @@ def _drop_unwritable_output() -> None:
         os.close(nowhere)
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what stderr is at that moment: while a progress bar is shown, a stream that writes above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        sys.stderr.write(f"{self.format(record)}\n")
+
+
 @contextmanager
 def _logging_to_stderr() -> Iterator[None]:
     """Shows warnings of EdgeKit, and with --verbose what it reports; leaves logging as it was."""
-    logger, handler = logging.getLogger("edgekit"), logging.StreamHandler()
+    logger, handler = logging.getLogger("edgekit"), _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     try:

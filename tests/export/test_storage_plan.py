@@ -116,6 +116,8 @@ GGUF_KEPT = [
     ("Q4_0", "int4", "int4 symmetric block 32", "int8 symmetric block 32"),
     ("Q4_1", "int4", "int4 affine block 32", "int8 affine block 32"),
     ("Q8_0", "int4", "int8 symmetric block 32", "int8 symmetric block 32"),
+    ("Q5_0", "int4", "int8 symmetric block 32", "int8 symmetric block 32"),
+    ("Q5_1", "int4", "int8 affine block 32", "int8 affine block 32"),
     ("Q4_0", "int8", "int8 symmetric block 32", "int8 symmetric block 32"),
     ("Q4_1", "int8", "int8 affine block 32", "int8 affine block 32"),
     ("Q8_0", "int8", "int8 symmetric block 32", "int8 symmetric block 32"),
@@ -199,6 +201,8 @@ def test_a_pattern_widens_modules_of_a_gguf(tiny_gguf: Any) -> None:
         (BlockFormat(4, 32, "affine"), Storage(precision="int4"), False),
         (BlockFormat(4, 32, "affine"), Storage(precision="int8", scheme="affine"), True),
         (BlockFormat(4, 32, "symmetric"), Storage(precision="int4", block_size=64), False),
+        (BlockFormat(8, 16, "symmetric"), Storage(precision="int8", block_size=16), True),
+        (BlockFormat(8, 16, "symmetric"), Storage(precision="int8"), False),
     ],
 )
 def test_blocks_are_kept_when_nothing_is_rounded(stored: BlockFormat | None, storage: Storage, kept: bool) -> None:

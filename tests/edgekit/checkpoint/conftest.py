@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import numpy.typing as npt
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
 
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -37,3 +39,20 @@ def edit_checkpoint(tmp_path: Path, tiny_checkpoint: TinyCheckpoint) -> EditChec
         return directory
 
     return edit
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[[npt.NDArray[Any], str], Path]:
+    """Writes a file with one tensor, named w, of the given raw bytes."""
+
+    def write(raw: npt.NDArray[Any], kind: str) -> Path:
+        path = tmp_path / "planted.gguf"
+        writer = GGUFWriter(path, "llama")
+        writer.add_tensor("w", raw, raw_dtype=GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write

@@ -57,7 +57,7 @@ def test_header_and_table_are_those_that_ggufs_own_reader_finds(kind: str, tiny_
     for tensor in oracle.tensors:
         info = container.tensors[tensor.name]
         assert info.shape == tuple(reversed(tensor.shape.tolist()))
-        assert info.format.name == tensor.tensor_type.name
+        assert info.type.name == tensor.tensor_type.name
         assert (info.offset, info.size) == (tensor.data_offset, tensor.n_bytes)
 
 
@@ -188,12 +188,14 @@ def _table_entry(contents: bytearray, name: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (14, r"has 'blk\.0\.ffn_up\.weight' as Q6_K; supported: BF16, F16, F32, Q4_0, Q4_1, Q8_0"),
-        (12, "as Q4_K; supported"),
+        (24, r"has 'blk\.0\.ffn_up\.weight' as I8; supported: BF16, F16, .*, Q4_0, Q4_1, Q4_K, Q5_0, .*, TQ2_0$"),
+        (27, "as I64; supported"),
+        (9, "as Q8_1; supported"),  # made of activations, never stored
+        (15, "as Q8_K; supported"),
         (999, "as unknown type 999; supported"),
     ],
 )
-def test_an_unsupported_block_type_is_named_with_the_supported_ones(
+def test_an_unsupported_type_is_named_with_the_supported_ones(
     damaged: Callable[[Callable[[bytearray], Any]], Path], kind: int, message: str
 ) -> None:
     def change(contents: bytearray) -> None:
@@ -221,6 +223,17 @@ def test_a_row_that_is_no_whole_number_of_blocks_is_named(
         struct.pack_into("<Q", contents, _table_entry(contents, "blk.0.ffn_up.weight") + 4, 65)
 
     with pytest.raises(CorruptArtifactError, match=r"as Q4_0 with shape \(96, 65\)"):
+        read_container(damaged(change))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(14, "Q6_K"), (12, "Q4_K"), (10, "Q2_K"), (22, "IQ2_S")])
+def test_a_row_shorter_than_a_block_is_named(
+    damaged: Callable[[Callable[[bytearray], Any]], Path], kind: int, name: str
+) -> None:
+    def change(contents: bytearray) -> None:
+        struct.pack_into("<I", contents, _table_entry(contents, "blk.0.ffn_up.weight") + 4 + 16, kind)
+
+    with pytest.raises(CorruptArtifactError, match=rf"'blk\.0\.ffn_up\.weight' as {name} with shape \(96, 64\)"):
         read_container(damaged(change))
 
 

@@ -64,6 +64,17 @@ def test_blocks_of_a_gguf_are_rounded_again_only_on_request(
     assert set(open_bundle(tmp_path / "llama.edge").manifest.storage.values()) == {"int8 symmetric block 32"}
 
 
+def test_blocks_of_a_gguf_that_cannot_be_kept_are_announced_on_stderr(
+    invoke: Invoke, tiny_gguf: TinyGguf, tmp_path: Path
+) -> None:
+    outcome = invoke("export", tiny_gguf("llama", "MXFP4"), tmp_path / "llama.edge", "--precision", "int8", "--json")
+    assert outcome.stderr == (
+        "WARNING edgekit.checkpoint.gguf_tensors: llama.MXFP4.gguf has tensors in MXFP4, whose blocks cannot be kept: "
+        "their values are dequantized and rounded anew to the chosen precision\n"
+    )
+    assert outcome.json["storage"] == {"int8 affine block 32": 14, "int8 symmetric block 32": 2}
+
+
 @pytest.mark.parametrize("option", [("--block-size", "64"), ("--requantize",)])
 def test_an_option_of_blocks_is_refused_where_there_are_none(invoke: Invoke, option: tuple[str, ...]) -> None:
     outcome = invoke("export", "model", "out", "--precision", "fp16", *option)
