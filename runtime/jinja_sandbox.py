@@ -6,6 +6,7 @@ A module of its own because it imports jinja2 at the top: import it where a temp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -19,11 +20,18 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from edgekit.errors import UnsupportedError
 
 MAX_CHARACTERS = 8 * 2**20
 MAX_STEPS = 1_000_000
+MAX_BITS = 1024
+_SIZED = (str, list, tuple)
+# They pad or cut by numbers that a template chooses, and no chat template has a use for them.
+_UNBOUNDED_FILTERS = ("batch", "center", "slice", "urlize", "wordwrap")
+_WIDTHS = re.compile(r"\d{1,18}")
+_VARIABLE_WIDTH = re.compile(r"%[-+ #0]*(\([^)]*\))?[-+ #0\d.]*\*")
 _steps: ContextVar[int] = ContextVar("steps of the rendering in progress")
 
 
@@ -34,9 +42,10 @@ class RefusedByTemplateError(Exception):
 class CompiledTemplate:
     """A template that renders within bounds.
 
-    A rendering takes at most `MAX_STEPS` loop iterations and calls, and its output, like every text that it
-    multiplies or carries from one iteration to the next, has at most `MAX_CHARACTERS`. What a filter does
-    within one call is not bounded.
+    A rendering takes at most `MAX_STEPS` loop iterations, calls and concatenations; its output, like every text and
+    list that an operator makes or that is carried from one iteration to the next, has at most `MAX_CHARACTERS`, and a
+    product of integers at most `MAX_BITS`. No filter pads or cuts to a width; ``replace`` and ``join`` may make the product
+    of two lengths.
 
     Attributes:
         variables: Names that the template reads and does not set.
@@ -54,7 +63,7 @@ class CompiledTemplate:
             jinja2.TemplateError: The source is not valid.
         """
         environment = _ChatEnvironment()
-        tree = environment.parse(source)
+        tree = _BoundedConcatenations().visit(environment.parse(source))
         self.variables = frozenset(meta.find_undeclared_variables(tree))
         for loop in tree.find_all(nodes.For):
             step = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
@@ -85,6 +94,15 @@ class CompiledTemplate:
         return "".join(pieces)
 
 
+class _BoundedConcatenations(NodeTransformer):
+    """Makes of each ``a ~ b`` a call that the environment bounds."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor looks for it
+        self.generic_visit(node)
+        join = nodes.EnvironmentAttribute("join_texts")
+        return nodes.Call(join, node.nodes, [], None, None).set_lineno(node.lineno)
+
+
 class _Generation(Extension):
     """Renders the body of ``{% generation %}``, which marks for training what the assistant said."""
 
@@ -112,11 +130,14 @@ class _BoundedNamespace(Namespace):
 
 
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
+        self.filters.update(tojson=_to_json, format=_format)
+        for name in _UNBOUNDED_FILTERS:
+            del self.filters[name]
+        del self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_BoundedNamespace, dict=_new_dict
         )
@@ -133,15 +154,52 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         _steps.set(steps)
         if steps > MAX_STEPS:
             raise UnsupportedError(f"the chat template takes more than {MAX_STEPS} steps")
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):  # ljust, zfill, expandtabs, ..., format
+            widths = [int(width) for width in _WIDTHS.findall(text)] if "format" in __obj.__name__ else []
+            for width in (*widths, *args, *kwargs.values()):
+                _check_length(width if isinstance(width, int) else 0)
         return super().call(__context, __obj, *args, **kwargs)
+
+    def join_texts(self, *parts: object) -> str:
+        """Computes ``a ~ b``."""
+        texts = [str(part) for part in parts]
+        _check_length(sum(map(len, texts)))
+        return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             raise UnsupportedError("the chat template computes a power, which is not supported")
-        for sized, factor in ((left, right), (right, left)):
-            if isinstance(sized, (str, list, tuple)) and isinstance(factor, int):
-                _check_length(len(sized) * factor)
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
+            _check_length(len(left) + len(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left, right)
         return super().call_binop(context, operator, left, right)
+
+
+def _check_product(left: object, right: object) -> None:
+    for sized, factor in ((left, right), (right, left)):
+        if isinstance(sized, _SIZED) and isinstance(factor, int):
+            _check_length(len(sized) * factor)
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+        raise UnsupportedError(f"the chat template computes an integer of more than {MAX_BITS} bits")
+
+
+def _check_format(pattern: str, values: object) -> None:
+    """Bounds what ``pattern % values`` makes by its fields, each as long as the longest value or the largest width."""
+    if _VARIABLE_WIDTH.search(pattern):
+        raise UnsupportedError("the chat template formats to a width that it computes, which is not supported")
+    parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
+    lengths = [len(part) for part in parts if isinstance(part, _SIZED)]
+    widths = [int(width) for width in _WIDTHS.findall(pattern)]
+    _check_length(len(pattern) + pattern.count("%") * max([0, *lengths, *widths]))
+
+
+def _format(pattern: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(str(pattern), kwargs or args)
+    return str(pattern) % (kwargs or args)
 
 
 def _check_length(characters: int) -> None:

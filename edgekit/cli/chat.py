@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from edgekit.errors import EdgeKitError, UsageError, one_of
 
 if TYPE_CHECKING:
     from edgekit.runtime import LLM, CompletionChunk, SamplingParams, Session
+
+logger = logging.getLogger(__name__)
 
 _PROMPT = "> "
 _COMMANDS = {
@@ -87,6 +90,8 @@ class _Conversation:
         self.session: Session = llm.new_session()
         self.messages = list(self._system)
         llm.render_chat([*self._system, {"role": "user", "content": "Hello"}])  # refuses before the first question
+        if not llm.end_token_ids and not params.stop:
+            logger.warning("the model names no token that ends an answer, which goes on to --max-tokens; see --stop")
 
     def answer(self, question: str) -> Iterator[CompletionChunk]:
         """Yields the answer; a question that could not be answered is forgotten."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -119,6 +120,8 @@ class GraphModel:
 
 
 ExportTiny: TypeAlias = Callable[..., Bundle]
+EditConfig: TypeAlias = Callable[[Path, Mapping[str, Any]], Path]
+EditWeights: TypeAlias = Callable[[Path, Callable[[str, torch.Tensor], torch.Tensor]], Path]
 LoadGraphOf: TypeAlias = Callable[[Path, DecoderSpec, Form], GraphModel]
 LoadGraph: TypeAlias = Callable[[Bundle, Form], GraphModel]
 
@@ -159,3 +162,33 @@ def load_graph_of(tmp_path: Path) -> LoadGraphOf:
 def load_graph(load_graph_of: LoadGraphOf) -> LoadGraph:
     """Loads a bundle's graph."""
     return lambda bundle, form: load_graph_of(bundle.file("model.onnx"), bundle.manifest.spec, form)
+
+
+@pytest.fixture
+def edit_config(tmp_path_factory: pytest.TempPathFactory) -> EditConfig:
+    """Copies a checkpoint, with other values in its config."""
+
+    def edit(checkpoint: Path, changes: Mapping[str, Any]) -> Path:
+        directory = tmp_path_factory.mktemp("edited")
+        shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
+        config = json.loads((directory / "config.json").read_text()) | changes
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    return edit
+
+
+@pytest.fixture
+def edit_weights(tmp_path_factory: pytest.TempPathFactory) -> EditWeights:
+    """Copies a checkpoint, with every weight changed by a function of its name and value."""
+    from safetensors.torch import load_file, save_file
+
+    def edit(checkpoint: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+        directory = tmp_path_factory.mktemp("edited")
+        shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
+        weights = load_file(directory / "model.safetensors")
+        changed = {name: change(name, weight) for name, weight in weights.items()}
+        save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    return edit

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -127,6 +128,22 @@ def test_a_bundle_without_a_chat_template_is_refused_before_the_first_question(
     outcome = invoke("chat", make_bundle(plain, "fp32"), stdin="Hello\n")
     assert (outcome.status, outcome.stdout) == (3, "")
     assert "has no chat template" in outcome.stderr
+
+
+def test_a_model_without_an_end_of_answers_is_announced_and_answers_to_max_tokens(
+    invoke: Invoke, make_bundle: Callable[..., Path], tiny_llama: Path, tmp_path: Path
+) -> None:
+    endless = Path(shutil.copytree(tiny_llama, tmp_path / "endless"))
+    for name in ("config.json", "generation_config.json"):
+        (endless / name).write_text(json.dumps({**json.loads((endless / name).read_text()), "eos_token_id": None}))
+    (endless / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    bundle = make_bundle(endless, "fp32")
+    outcome = invoke("chat", bundle, "--prompt", QUESTIONS[0], "--max-tokens", 3)
+    assert outcome.status == 0
+    warning, statistics = outcome.stderr.splitlines()
+    assert warning.endswith("names no token that ends an answer, which goes on to --max-tokens; see --stop")
+    assert statistics.endswith("finished by length]")
+    assert "WARNING" not in invoke("chat", bundle, "--prompt", "Who?", "--max-tokens", 3, "--stop", "user:").stderr
 
 
 def test_an_interrupt_ends_the_answer_and_the_chat_goes_on(start: Start, endless_bundle: Path) -> None:
