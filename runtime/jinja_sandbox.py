@@ -44,8 +44,8 @@ class CompiledTemplate:
 
     A rendering takes at most `MAX_STEPS` loop iterations, calls and concatenations; its output, like every text and
     list that an operator makes or that is carried from one iteration to the next, has at most `MAX_CHARACTERS`, and a
-    product of integers at most `MAX_BITS`. No filter pads or cuts to a width; ``replace`` and ``join`` may make the product
-    of two lengths.
+    product of integers at most `MAX_BITS`. No filter pads or cuts to a width; ``replace`` and ``join`` may make the
+    product of two lengths.
 
     Attributes:
         variables: Names that the template reads and does not set.

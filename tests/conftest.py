@@ -65,6 +65,29 @@ _TWO_ROPES = {
 }
 _OLMO2 = {"model_type": "olmo2", **_SIZES, "num_key_value_heads": 2}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+# Longer than the trees of the tests, shorter than their texts: both sides of the limit are computed.
+_LIMIT = 20
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_PHI3 = {"model_type": "phi3", **_SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [2.0, 3.0, 4.5, 7.0, 11.0, 16.0],
+}
+_PHI4_MINI = {**_PHI3, "tie_word_embeddings": True, "partial_rotary_factor": 0.75, "rope_parameters": _LONG_ROPE}
+_PHI = {"model_type": "phi", **_SIZES, "num_key_value_heads": 2}
+_GRANITE = {"model_type": "granite", **_SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.25,
+}
+_SMOLLM3 = {"model_type": "smollm3", **_SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
+_NO_ROPE = {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}
+_STABLELM = {"model_type": "stablelm", **_SIZES, "num_key_value_heads": 2}
 
 # Every feature that a family can have is present in one variant and absent from another.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -74,6 +97,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "llama_wide_heads": {**_LLAMA, "head_dim": 24, "num_key_value_heads": 4},
     "llama_llama3_rope": {**_LLAMA, "rope_parameters": _LLAMA3_ROPE},
     "llama_linear_rope": {**_LLAMA, "rope_parameters": _LINEAR_ROPE},
+    "llama_yarn_rope": {**_LLAMA, "rope_parameters": _YARN_ROPE},
+    "llama_dynamic_rope": {**_LLAMA, "rope_parameters": _DYNAMIC_ROPE, "max_position_embeddings": _LIMIT},
     "llama_gelu_tanh": {**_LLAMA, "hidden_act": "gelu_pytorch_tanh"},
     "qwen3": {**_QWEN3, "tie_word_embeddings": True},
     "qwen3_bias": {**_QWEN3, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -84,6 +109,14 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2_uncapped": {**_GEMMA2, **_UNCAPPED, "attention_bias": True},
     "gemma3": {**_GEMMA3, "rope_parameters": _TWO_ROPES},
     "olmo2": {**_OLMO2, "attention_bias": True},
+    "phi": _PHI,
+    "phi3": {**_PHI3, "sliding_window": 7},
+    "phi3_longrope": {**_PHI4_MINI, "original_max_position_embeddings": _LIMIT},
+    "phi3_longrope_short": {**_PHI4_MINI, "original_max_position_embeddings": 2 * _LIMIT},
+    "granite": {**_GRANITE, **_MULTIPLIERS},
+    "smollm3": {**_SMOLLM3, **_NO_ROPE},
+    "stablelm": {**_STABLELM, "use_qkv_bias": True},
+    "stablelm_parallel": {**_STABLELM, "use_parallel_residual": True},
     "gpt_neox": {**_NEOX, "rotary_pct": 0.25},
     "gpt_neox_sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
     "gpt_neox_relu": {**_NEOX, "hidden_act": "relu"},
@@ -178,7 +211,8 @@ def hugging_face() -> HuggingFaceModel:
         import torch
         from transformers import AutoModelForCausalLM
 
-        if directory not in loaded:
+        # A dynamic rope keeps the frequencies of the longest text that it has seen, so such a model is loaded afresh.
+        if directory not in loaded or loaded[directory].config.rope_parameters.get("rope_type") == "dynamic":
             loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return loaded[directory]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
@@ -96,6 +96,29 @@ def write_gguf(model: PreTrainedModel, directory: Path, path: Path, types: Mappi
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rewrite_gguf(source: Path, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Path:
+    """Copies a file of floats with other metadata (None removes a key) and tensors (None removes one)."""
+    reader, values = GGUFReader(source), dict(metadata)
+    architecture = values.pop("general.architecture", reader.fields["general.architecture"].contents())
+    writer = GGUFWriter(path, architecture)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in values:
+            writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
+    for key, value in values.items():
+        if value is not None:
+            kind = GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, GGUFValueType.UINT32 if kind is GGUFValueType.INT32 else kind)
+    stored = {tensor.name: np.array(tensor.data) for tensor in reader.tensors} | dict(tensors)
+    for name, data in stored.items():
+        if data is not None:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _encoded(data: npt.NDArray[np.float32], kind: str, seed: int) -> npt.NDArray[Any]:

@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from gguf import MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
+
+from edgekit.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,7 +132,21 @@ def model_tensors(model: PreTrainedModel) -> Iterator[tuple[str, FloatArray]]:
         data = _rows(hf_name, parameter.detach().numpy(), config)
         addend = _ADDED_TO_NORMS.get(config.model_type, 0.0) if hf_name.endswith("norm.weight") else 0.0
         yield stored, data + np.float32(addend)
-    yield from _rope_tensors(config)
+    yield from rope_tensors(config)
+
+
+def as_metadata_has_it(spec: DecoderSpec) -> Any:
+    """What a file can say of a spec: numbers in float32, one end token, and no difference of Mistral from Llama."""
+    family = "llama" if spec.family == "mistral" else spec.family
+    return _float32(msgspec.to_builtins(msgspec.structs.replace(spec, eos_token_ids=(), family=family)))
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _float32(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_float32(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def _rows(name: str, data: FloatArray, config: Any) -> FloatArray:
@@ -144,8 +161,8 @@ def _rows(name: str, data: FloatArray, config: Any) -> FloatArray:
     return data.reshape(heads, 2, len(data) // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
 
 
-def _rope_tensors(config: Any) -> Iterator[tuple[str, FloatArray]]:
-    """`LlamaModel.generate_extra_tensors` and `Phi3MiniModel.generate_extra_tensors`."""
+def rope_tensors(config: Any) -> Iterator[tuple[str, FloatArray]]:
+    """Yields the factors of frequencies that `LlamaModel` and `Phi3MiniModel` write (`generate_extra_tensors`)."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", np.array(_llama3_factors(rope, config.head_dim), np.float32)

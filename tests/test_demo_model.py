@@ -181,4 +181,4 @@ def test_the_checkpoint_is_the_model_that_its_card_describes(gguf: Path) -> None
     with open_checkpoint(gguf) as checkpoint:
         spec = checkpoint.spec
     assert (spec.family, len(spec.layers), spec.hidden_size, spec.vocab_size) == ("llama", 30, 576, 49152)
-    assert (spec.max_positions, spec.tie_word_embeddings, spec.eos_token_ids) == (8192, True, (2,))
+    assert (spec.max_positions, spec.tie_word_embeddings, spec.eos_token_ids) == (8192, True, (0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from edgekit.bundle import MANIFEST
 from edgekit.checkpoint.base import Checkpoint, Origin, TokenizerFiles, Weight
 from edgekit.errors import CorruptArtifactError, UnsupportedError, UsageError
-from edgekit.families import Family, WeightSource, family_for, gguf_family_for
+from edgekit.families import Family, WeightSource, family_for
 from edgekit.families.base import Layout
 from edgekit.families.config import token_ids
 from edgekit.source import SourceRecord
@@ -21,6 +23,8 @@ from edgekit.spec import DecoderSpec
 __all__ = ["Checkpoint", "SourceRecord", "TokenizerFiles", "Weight", "open_checkpoint"]
 
 _TokenIds: TypeAlias = int | list[int] | None
+
+logger = logging.getLogger(__name__)
 
 
 def open_checkpoint(
@@ -78,6 +82,11 @@ def _open_directory(directory: Path, origin: Origin, *, trust_remote_code: bool)
     from edgekit.checkpoint.tokenizer_files import HuggingFaceTokenizer, generation_defaults
 
     if not (directory / "config.json").is_file():
+        if (directory / MANIFEST).is_file():
+            raise UsageError(
+                f"{str(directory)!r} is a bundle already, and a bundle is made from a checkpoint; run it with: edgekit "
+                "run BUNDLE PROMPT"
+            )
         raise UsageError(f"{str(directory)!r} is not a checkpoint: it has no config.json")
     config = read_json(directory / "config.json")
     if config.get("auto_map") and not trust_remote_code:
@@ -99,20 +108,24 @@ def _open_directory(directory: Path, origin: Origin, *, trust_remote_code: bool)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    from edgekit.checkpoint.gguf_config import gguf_config, with_rope_factors
+    from edgekit.checkpoint.gguf_config import gguf_config
     from edgekit.checkpoint.gguf_container import read_container
-    from edgekit.checkpoint.gguf_tensors import GgufTensors, gguf_sources
+    from edgekit.checkpoint.gguf_names import gguf_sources
+    from edgekit.checkpoint.gguf_rope import with_rope_factors
+    from edgekit.checkpoint.gguf_tensors import GgufTensors
     from edgekit.checkpoint.gguf_tokenizer import GgufTokenizer
 
     container = read_container(path)
     architecture = str(container.metadata.get("general.architecture"))
-    family = gguf_family_for(architecture)
-    spec = with_rope_factors(family.spec(gguf_config(container, architecture, path)), container, path)
+    config = gguf_config(container, architecture, path)
+    family = family_for(config)
+    spec = with_rope_factors(family.spec(config), container, path)
+    tensors = GgufTensors(path, container)
     return Checkpoint(
         family=family,
         spec=spec,
-        tensors=GgufTensors(path, container),
-        sources=gguf_sources(_sources(family, spec, "gguf"), architecture, len(spec.layers)),
+        tensors=tensors,
+        sources=gguf_sources(_sources(family, spec, "gguf"), architecture, spec, tensors.shapes),
         tokenizer=GgufTokenizer(path, container.metadata),
         origin=Origin("gguf", path.name),
     )
@@ -142,4 +155,9 @@ def _with_end_tokens(spec: DecoderSpec, generation: Mapping[str, Any]) -> Decode
         more = token_ids(msgspec.convert(generation.get("eos_token_id"), _TokenIds))
     except msgspec.ValidationError as error:
         raise CorruptArtifactError(f"generation_config.json has an unusable eos_token_id: {error}") from error
-    return msgspec.structs.replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *more})))
+    ends = sorted({*spec.eos_token_ids, *more})
+    # Some configs say −1 for none.
+    unknown = [token for token in ends if not 0 <= token < spec.vocab_size]
+    if unknown:
+        logger.warning("eos_token_id %s is not in the vocabulary of %d and ends no text", unknown, spec.vocab_size)
+    return msgspec.structs.replace(spec, eos_token_ids=tuple(token for token in ends if token not in unknown))

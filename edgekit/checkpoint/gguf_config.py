@@ -1,7 +1,7 @@
 """The config in a GGUF file's metadata, as the Hugging Face config that says the same.
 
-A key under the architecture's prefix that is not listed here is refused: it may change what the model computes.
-Source: the GGUF specification, docs/gguf.md of ggml.
+A key under the architecture's prefix that is not listed here or in its row is refused: it may change what the model
+computes. Source: the GGUF specification, docs/gguf.md of ggml, and `gguf.constants.Keys` of llama.cpp's gguf package.
 """
 
 from __future__ import annotations
@@ -10,37 +10,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
+from edgekit.checkpoint.gguf_architectures import LAYER_EPSILON, RMS_EPSILON, Architecture, architecture_row
 from edgekit.checkpoint.gguf_container import GgufContainer
-from edgekit.checkpoint.gguf_tensors import ROPE_FACTORS, read_tensor
-from edgekit.errors import CorruptArtifactError, UnsupportedError
-from edgekit.rope import FactorScaling
-from edgekit.spec import DecoderSpec
+from edgekit.checkpoint.gguf_metadata import ModelMetadata
+from edgekit.checkpoint.gguf_rope import ROPE_KEYS, rope_parameters
+from edgekit.checkpoint.gguf_tokenizer import end_token_ids, special_token_ids
+from edgekit.errors import CorruptArtifactError
 
 _CONFIG_KEYS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    LAYER_EPSILON: "layer_norm_eps",
+    RMS_EPSILON: "rms_norm_eps",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "expert_count": "num_experts",
     "feed_forward_length": "intermediate_size",
-    "rope.freq_base": "rope_theta",
-    "use_parallel_residual": "use_parallel_residual",
 }
-_KEYS_READ_APART = frozenset(
-    {"attention.value_length", "rope.dimension_count", "rope.scaling.factor", "rope.scaling.type", "vocab_size"}
-)
-_KEYS_WITHOUT_EFFECT = frozenset(
-    {"expert_used_count", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
-)
-# llama.cpp ends a generation at any of them.
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_HEAD_KEYS = ("attention.head_count_kv", "attention.key_length")
+# Widths of a head that a layer may have of its own; here they are those of every key.
+_SAME_AS_KEY_LENGTH = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+_READ_APART = frozenset({*_HEAD_KEYS, *_SAME_AS_KEY_LENGTH, *ROPE_KEYS, "vocab_size"})
+_WITHOUT_EFFECT = frozenset({"expert_used_count", "tensor_data_layout"})
+# Keys that change the computation, and the values that do not.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+}
+# A damaged number cannot ask for all of memory.
+_MOST_LAYERS = 1 << 12
 
 
 def gguf_config(container: GgufContainer, architecture: str, path: Path) -> dict[str, Any]:
@@ -52,74 +53,66 @@ def gguf_config(container: GgufContainer, architecture: str, path: Path) -> dict
         path: The file, for messages.
 
     Raises:
-        UnsupportedError: The metadata has a key that is not implemented.
+        UnsupportedError: The architecture, or a key of the metadata, is not implemented.
         CorruptArtifactError: The metadata contradicts the tensors, or lacks what they need.
     """
-    prefix = f"{architecture}."
-    values = {key[len(prefix) :]: value for key, value in container.metadata.items() if key.startswith(prefix)}
-    unknown = sorted(values.keys() - _CONFIG_KEYS.keys() - _KEYS_READ_APART - _KEYS_WITHOUT_EFFECT)
-    if unknown:
-        raise UnsupportedError(f"{path} has {prefix}{unknown[0]} = {values[unknown[0]]!r}, which is not supported")
-    config = {_CONFIG_KEYS[key]: value for key, value in values.items() if key in _CONFIG_KEYS}
-    tensors = container.tensors
-    if "token_embd.weight" not in tensors:
-        raise CorruptArtifactError(f"{path} has no tensor 'token_embd.weight'")
-    rows = tensors["token_embd.weight"].shape[0]
-    if values.get("vocab_size", rows) != rows:
-        raise CorruptArtifactError(f"{path} has {rows} embeddings; {prefix}vocab_size says {values['vocab_size']}")
-    config["vocab_size"] = rows
-    config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    config["bos_token_id"] = container.metadata.get("tokenizer.ggml.bos_token_id")
-    ends = (container.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
-    config["eos_token_id"] = [token for token in ends if token is not None]
-    config["rope_parameters"] = _rope_parameters(config, values, path)
+    row = architecture_row(architecture, path)
+    metadata = ModelMetadata.of(container, architecture, path)
+    _check_keys(metadata, row)
+    named = {**_CONFIG_KEYS, **row.keys}
+    config = {named[key]: value for key, value in metadata.values.items() if key in named}
+    config |= _from_tensors(metadata)
+    config["model_type"] = row.model_type
+    config["bos_token_id"] = special_token_ids(container.metadata).get("bos_token_id")
+    config["eos_token_id"] = list(end_token_ids(container.metadata))
+    try:
+        config |= _heads(metadata, config)
+        config["rope_parameters"] = rope_parameters(metadata, config["head_dim"])
+        config["original_max_position_embeddings"] = metadata.get(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        config |= row.complete(metadata, config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise CorruptArtifactError(f"{path} has no usable embedding length and head count: {error!r}") from error
     return config
 
 
-def _rope_parameters(config: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    try:
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        fraction = values.get("rope.dimension_count", head_dim) / head_dim
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise CorruptArtifactError(f"{path} has no usable embedding length and head count: {error!r}") from error
-    value_dim = values.get("attention.value_length", head_dim)
-    if value_dim != head_dim:
-        raise UnsupportedError(f"{path} has {value_dim} channels per value; supported: as many as per key, {head_dim}")
-    # A factor of 0, or none, means no scaling; a factor without a kind is linear.
-    factor = values.get("rope.scaling.factor", 0)
-    kind = values.get("rope.scaling.type", "linear" if factor else "none")
-    if kind == "none" or (kind == "linear" and not factor):
-        return {"rope_type": "default", "partial_rotary_factor": fraction}
-    return {"rope_type": kind, "factor": factor, "partial_rotary_factor": fraction}
+def _check_keys(metadata: ModelMetadata, row: Architecture) -> None:
+    known = {*_CONFIG_KEYS, *_READ_APART, *_WITHOUT_EFFECT, *row.keys, *row.read_apart}
+    for key in sorted(metadata.values.keys() - known):
+        if metadata.values[key] not in _NEUTRAL.get(key, ()):
+            raise metadata.unsupported(key)
+    if row.epsilon not in metadata.values:
+        raise metadata.missing(row.epsilon)
+    layers = metadata.get("block_count", 1)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise CorruptArtifactError(
+            f"{metadata.path} has {metadata.architecture}.block_count = {layers}; expected at most {_MOST_LAYERS}"
+        )
 
 
-def with_rope_factors(spec: DecoderSpec, container: GgufContainer, path: Path) -> DecoderSpec:
-    """Applies the frequency factors of `rope_freqs.weight`, where a file has them, to every layer.
+def _from_tensors(metadata: ModelMetadata) -> dict[str, Any]:
+    if not metadata.has_tensor("token_embd.weight"):
+        raise CorruptArtifactError(f"{metadata.path} has no tensor 'token_embd.weight'")
+    rows = metadata.container.tensors["token_embd.weight"].shape[0]
+    if metadata.get("vocab_size", rows) != rows:
+        raise CorruptArtifactError(
+            f"{metadata.path} has {rows} embeddings; {metadata.architecture}.vocab_size says "
+            f"{metadata.get('vocab_size')}"
+        )
+    return {
+        "vocab_size": rows,
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias") or metadata.has_tensor("blk.0.attn_qkv.bias"),
+        "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"),
+    }
 
-    Args:
-        spec: What the metadata says.
-        container: The file's contents.
-        path: The file, for messages.
 
-    Raises:
-        CorruptArtifactError: There is not one factor for each frequency.
-        UnsupportedError: The metadata declares a scaling as well.
-    """
-    if ROPE_FACTORS not in container.tensors:
-        return spec
-    factors = read_tensor(container, ROPE_FACTORS)
-    assert isinstance(factors, np.ndarray), "a vector is never stored in blocks"
-    layers = []
-    for layer in spec.layers:
-        rope = layer.attention.rope
-        count = rope.rotary_dim // 2
-        if factors.shape != (count,) or not (np.isfinite(factors) & (factors > 0)).all():
-            raise CorruptArtifactError(f"{path} has an unusable {ROPE_FACTORS!r}: expected {count} positive numbers")
-        if rope.scaling is not None:
-            raise UnsupportedError(f"{path} has both {ROPE_FACTORS!r} and a rope scaling; supported: one of them")
-        rope = msgspec.structs.replace(rope, scaling=FactorScaling(factors=tuple(factors.tolist())))
-        attention = msgspec.structs.replace(layer.attention, rope=rope)
-        layers.append(msgspec.structs.replace(layer, attention=attention))
-    return msgspec.structs.replace(spec, layers=tuple(layers))
+def _heads(metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file leaves out about heads follows from their number, whatever the family's config defaults to."""
+    heads = config["num_attention_heads"]
+    head_dim = metadata.get("attention.key_length") or config["hidden_size"] // heads
+    for key in _SAME_AS_KEY_LENGTH:
+        if metadata.get(key, head_dim) != head_dim:
+            raise metadata.unsupported(key, f"as many channels as attention.key_length, {head_dim}")
+    return {"head_dim": head_dim, "num_key_value_heads": metadata.get("attention.head_count_kv", heads)}

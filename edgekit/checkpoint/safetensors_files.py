@@ -20,7 +20,11 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 class SafetensorsFiles:
-    """The tensors of a directory's safetensors files."""
+    """The tensors of a directory's safetensors files.
+
+    A file is mapped only while a tensor of it is read: pages of a mapped file count as the process's memory once they
+    were touched, and a large model's files are larger than that may become.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Opens the files and reads their headers.
@@ -32,35 +36,55 @@ class SafetensorsFiles:
             CorruptArtifactError: A file is missing, truncated or is not what the index says.
             UnsupportedError: There are no safetensors, or a tensor is neither float32, float16 nor bfloat16.
         """
-        shards = _shards(directory)
+        # Files are opened again for every tensor, from whatever directory the process is in by then.
+        directory = directory.absolute()
+        shards, shard_of = _shards(directory)
         described = tuple(path for path in (directory / "config.json", directory / _INDEX) if path.is_file())
         self.files = (*described, *shards)
-        self._handles = {shard.name: _open(shard) for shard in shards}
-        self._shard_of: dict[str, str] = {}
+        self._shards: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for shard, handle in self._handles.items():
-            for name in handle.offset_keys():
-                if name in self.shapes:
-                    raise CorruptArtifactError(f"tensor {name!r} is in both {self._shard_of[name]} and {shard}")
-                view = handle.get_slice(name)
-                if view.get_dtype() not in _DTYPES:
-                    raise UnsupportedError(
-                        f"{shard} has {name!r} as {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
-                    )
-                self._shard_of[name] = shard
-                self.shapes[name] = tuple(view.get_shape())
+        for shard in shards:
+            with _open(shard) as handle:
+                for name in handle.offset_keys():
+                    if name in self.shapes:
+                        raise CorruptArtifactError(
+                            f"tensor {name!r} is in both {self._shards[name].name} and {shard.name}"
+                        )
+                    view = handle.get_slice(name)
+                    if view.get_dtype() not in _DTYPES:
+                        raise UnsupportedError(
+                            f"{shard.name} has {name!r} as {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
+                        )
+                    self._shards[name] = shard
+                    self.shapes[name] = tuple(view.get_shape())
+        for name, file in shard_of.items():
+            if name not in self._shards or self._shards[name].name != file:
+                raise CorruptArtifactError(
+                    f"{directory / _INDEX} says that {name!r} is in {file}, which does not hold it; download or copy "
+                    "the checkpoint again"
+                )
 
     def read(self, name: str, rows: RowIndices | None) -> Weight:
-        """Reads one tensor as float32, or the given rows of it."""
-        tensor = self._handles[self._shard_of[name]].get_tensor(name)
-        return np.asarray(tensor if rows is None else tensor[rows], dtype=np.float32)
+        """Reads one tensor as float32, or the given rows of it, which are read together with those between them.
+
+        Raises:
+            CorruptArtifactError: The file is no longer the one that was opened.
+        """
+        shard = self._shards[name]
+        with _open(shard) as handle:
+            if name not in handle.offset_keys() or tuple(handle.get_slice(name).get_shape()) != self.shapes[name]:
+                raise CorruptArtifactError(f"{shard} was changed while it was read: {name!r} is not what it was")
+            if rows is None:
+                return np.asarray(handle.get_tensor(name), dtype=np.float32)
+            first = int(rows.min())
+            return np.asarray(handle.get_slice(name)[first : int(rows.max()) + 1][rows - first], dtype=np.float32)
 
     def close(self) -> None:
-        """Unmaps the files."""
-        self._handles.clear()
+        """Does nothing: no file stays open between two reads."""
 
 
-def _shards(directory: Path) -> list[Path]:
+def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files, and the name of the file that an index gives for each tensor."""
     if (directory / _INDEX).is_file():
         weight_map = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -69,9 +93,9 @@ def _shards(directory: Path) -> list[Path]:
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CorruptArtifactError(f"{directory / _INDEX} names {outside[0]!r}, which is not a plain file name")
-        return [directory / name for name in names]
+        return [directory / name for name in names], weight_map
     if (directory / _WEIGHTS).is_file():
-        return [directory / _WEIGHTS]
+        return [directory / _WEIGHTS], {}
     if any(directory.glob("pytorch_model*.bin")):
         raise UnsupportedError(
             f"{directory} has pickled weights only, which can run code and are not read; convert them to {_WEIGHTS} "

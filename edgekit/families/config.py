@@ -197,6 +197,16 @@ def windowed(layer: LayerSpec, windows: Sequence[int | None]) -> tuple[LayerSpec
     return tuple(replace(layer, attention=replace(layer.attention, sliding_window=window)) for window in windows)
 
 
+def even_heads(config: FamilyConfig, head_dim: int | None, family: str) -> int:
+    """Returns the channels per head of a family whose heads divide the hidden size evenly, whatever head_dim says."""
+    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.hidden_size % heads:
+        refuse(family, "hidden_size", config.hidden_size, (f"multiples of the {heads} heads",))
+    if head_dim not in (None, width):
+        refuse(family, "head_dim", head_dim, (width,))
+    return width
+
+
 def head_groups(config: FamilyConfig, num_kv_heads: int | None, family: str) -> int:
     """Returns the number of KV heads, which must divide the query heads."""
     kv_heads = config.num_attention_heads if num_kv_heads is None else num_kv_heads

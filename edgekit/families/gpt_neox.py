@@ -17,6 +17,7 @@ from edgekit.families.config import (
     FamilyConfig,
     Positive,
     activation,
+    even_heads,
     read_config,
     refuse,
     uniform_decoder,
@@ -45,11 +46,7 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
     # Configs from before transformers 5 spell the base of the frequencies rotary_emb_base.
     config = {"rope_theta": config.get("rotary_emb_base"), **config}
     read = read_config(config, GptNeoxConfig, "gpt_neox")
-    heads, head_dim = read.num_attention_heads, read.hidden_size // read.num_attention_heads
-    if read.hidden_size % heads:
-        refuse("gpt_neox", "hidden_size", read.hidden_size, (f"multiples of the {heads} heads",))
-    if read.head_dim not in (None, head_dim):
-        refuse("gpt_neox", "head_dim", read.head_dim, (head_dim,))
+    heads, head_dim = read.num_attention_heads, even_heads(read, read.head_dim, "gpt_neox")
     if read.num_key_value_heads not in (None, heads):
         refuse("gpt_neox", "num_key_value_heads", read.num_key_value_heads, (heads,))
     norm = NormSpec(kind="layer", epsilon=read.layer_norm_eps)

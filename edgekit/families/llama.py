@@ -58,16 +58,17 @@ def spec(config: Mapping[str, Any]) -> DecoderSpec:
     return uniform_decoder(read, "llama", layer_spec(read, "llama"))
 
 
-def layer_spec(config: LlamaConfig, family: str) -> LayerSpec:
+def layer_spec(config: LlamaConfig, family: str, *, partial_rotary: bool = False) -> LayerSpec:
     """Builds a layer of Llama, which other families vary.
 
     Args:
         config: The config.
         family: Name for messages.
+        partial_rotary: Whether the family can rotate part of each head only.
     """
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     rope = rope_spec(config, head_dim, family)
-    if rope.rotary_dim != head_dim:
+    if rope.rotary_dim != head_dim and not partial_rotary:
         refuse(family, "partial_rotary_factor", rope.rotary_dim / head_dim, (1.0,))
     return LayerSpec(
         attention=AttentionSpec(

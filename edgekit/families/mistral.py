@@ -11,7 +11,7 @@ from typing import Any
 from edgekit.families import llama
 from edgekit.families.base import Family
 from edgekit.families.config import Count, Size, decoder, read_config, refuse, require, windowed
-from edgekit.spec import DecoderSpec
+from edgekit.spec import DecoderSpec, LayerSpec
 
 
 class MistralConfig(llama.LlamaConfig, frozen=True, kw_only=True):
@@ -24,13 +24,18 @@ class MistralConfig(llama.LlamaConfig, frozen=True, kw_only=True):
 def spec(config: Mapping[str, Any]) -> DecoderSpec:
     """Reads a Mistral config."""
     read = read_config(config, MistralConfig, "mistral")
-    require(read, "mistral", {"attention_bias": False, "mlp_bias": False})
+    return decoder_spec(read, "mistral", llama.layer_spec(read, "mistral"))
+
+
+def decoder_spec(config: MistralConfig, family: str, layer: LayerSpec) -> DecoderSpec:
+    """Builds the spec of a decoder of such layers, all of them with the window of the config."""
+    require(config, family, {"attention_bias": False, "mlp_bias": False})
     # transformers gives every layer the window, whatever layer_types say.
-    kind = "full_attention" if read.sliding_window is None else "sliding_attention"
-    if set(read.layer_types or ()) - {kind}:
-        refuse("mistral", "layer_types", read.layer_types, (kind,))
-    windows = (read.sliding_window,) * read.num_hidden_layers
-    return decoder(read, "mistral", windowed(llama.layer_spec(read, "mistral"), windows))
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    if set(config.layer_types or ()) - {kind}:
+        refuse(family, "layer_types", config.layer_types, (kind,))
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return decoder(config, family, windowed(layer, windows))
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -108,7 +108,7 @@ class _YarnParameters(RopeParameters, frozen=True, kw_only=True):
 class _LongRopeParameters(RopeParameters, frozen=True, kw_only=True):
     short_factor: tuple[Positive, ...]
     long_factor: tuple[Positive, ...]
-    original_max_position_embeddings: Size
+    original_max_position_embeddings: Annotated[int, msgspec.Meta(ge=2, le=1 << 24)]  # its logarithm divides
     factor: Positive | None = None
     attention_factor: Positive | None = None
 
@@ -170,7 +170,7 @@ def rope_spec(
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         refuse(family, "rotary width", rotary_dim, (f"even, up to the head's {head_dim} channels",))
     scaling = parameters.scaling(config)
-    _check_scaling(scaling, rotary_dim, family)
+    _check_scaling(scaling, theta, rotary_dim, family)
     return RopeSpec(
         theta=theta,
         rotary_dim=rotary_dim,
@@ -204,7 +204,7 @@ def _read_parameters(declared: Mapping[str, Any], config: FamilyConfig, family: 
     return convert(values, _ROPE_KINDS[kind], f"{family} rope_parameters of kind {kind!r}")
 
 
-def _check_scaling(scaling: RopeScaling | None, rotary_dim: int, family: str) -> None:
+def _check_scaling(scaling: RopeScaling | None, theta: float, rotary_dim: int, family: str) -> None:
     """Refuses numbers that no frequencies follow from."""
     if isinstance(scaling, LongRopeScaling):
         for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
@@ -213,5 +213,8 @@ def _check_scaling(scaling: RopeScaling | None, rotary_dim: int, family: str) ->
                     f"a {family} config has {len(factors)} numbers in {name}; expected {rotary_dim // 2}, one per "
                     "frequency; get the file again"
                 )
-    if isinstance(scaling, DynamicScaling) and rotary_dim < 4:
-        refuse(family, "rotary width", rotary_dim, ("4 and more with rope_type dynamic",))
+    # One frequency alone has no series: no growth of its base, no place on a ramp.
+    if isinstance(scaling, DynamicScaling | YarnScaling) and rotary_dim < 4:
+        refuse(family, "rotary width", rotary_dim, (f"4 and more with rope_type {scaling.__struct_config__.tag}",))
+    if isinstance(scaling, YarnScaling) and theta <= 1:
+        refuse(family, "rope_theta", theta, ("numbers above 1 with rope_type yarn",))

@@ -8,15 +8,16 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 import pytest
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from edgekit.checkpoint import open_checkpoint
-from edgekit.checkpoint.gguf_config import gguf_config, with_rope_factors
+from edgekit.checkpoint.gguf_config import gguf_config
 from edgekit.checkpoint.gguf_container import GgufContainer, read_container
+from edgekit.checkpoint.gguf_rope import with_rope_factors
 from edgekit.errors import CorruptArtifactError, UnsupportedError
-from edgekit.families import gguf_family_for
+from edgekit.families import family_for
 from edgekit.rope import FactorScaling, LinearScaling, RopeSpec
 from edgekit.spec import DecoderSpec
+from tests.gguf_files import rewrite_gguf
 
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
 TinyGguf: TypeAlias = Callable[[str, str], Path]
@@ -28,27 +29,7 @@ def rewrite(tmp_path: Path, tiny_gguf: TinyGguf) -> Rewrite:
     """Copies a variant as F32 with other metadata (None removes a key) and tensors (None removes one)."""
 
     def copy(variant: str, metadata: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
-        source = GGUFReader(tiny_gguf(variant, "F32"))
-        path = tmp_path / "rewritten.gguf"
-        writer = GGUFWriter(
-            path, metadata.pop("general.architecture", source.fields["general.architecture"].contents())
-        )
-        for key, field in source.fields.items():
-            if not key.startswith("GGUF.") and key != "general.architecture" and key not in metadata:
-                writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
-        for key, value in metadata.items():
-            if value is not None:
-                kind = GGUFValueType.get_type(value)
-                writer.add_key_value(key, value, GGUFValueType.UINT32 if kind is GGUFValueType.INT32 else kind)
-        stored = {tensor.name: np.array(tensor.data) for tensor in source.tensors} | (tensors or {})
-        for name, data in stored.items():
-            if data is not None:
-                writer.add_tensor(name, data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+        return rewrite_gguf(tiny_gguf(variant, "F32"), tmp_path / "rewritten.gguf", metadata, tensors or {})
 
     return copy
 
@@ -59,14 +40,17 @@ def _spec(path: Path) -> DecoderSpec:
 
 
 def _rope(path: Path) -> RopeSpec:
-    return _spec(path).layers[0].attention.rope
+    rope = _spec(path).layers[0].attention.rope
+    assert rope is not None
+    return rope
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama_tied", "llama_bias", "llama_wide_heads", "llama_linear_rope"])
 def test_a_llama_has_the_spec_of_the_checkpoint_it_was_made_from(
     variant: str, tiny_gguf: TinyGguf, tiny_checkpoint: TinyCheckpoint
 ) -> None:
-    wanted = msgspec.structs.replace(_spec(tiny_checkpoint(variant)), eos_token_ids=(2,))
+    # The file names one end token, and has another by its text.
+    wanted = msgspec.structs.replace(_spec(tiny_checkpoint(variant)), eos_token_ids=(0, 2))
     epsilon = {"epsilon": float(np.float32(1e-5))}
     norm = msgspec.structs.replace(wanted.norm, **epsilon)
     layers = tuple(msgspec.structs.replace(layer, norm=norm) for layer in wanted.layers)
@@ -129,7 +113,7 @@ def test_scaling_is_read_as_llama_cpp_does(
 
 def test_every_end_token_counts(rewrite: Rewrite) -> None:
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
-    assert _spec(rewrite("llama", ends)).eos_token_ids == (2, 5, 7)
+    assert _spec(rewrite("llama", ends)).eos_token_ids == (0, 2, 5, 7)
 
 
 def test_what_older_files_leave_out_follows_from_the_rest(rewrite: Rewrite, tiny_gguf: TinyGguf) -> None:
@@ -140,13 +124,14 @@ def test_what_older_files_leave_out_follows_from_the_rest(rewrite: Rewrite, tiny
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "gemma3"}, r"GGUF architecture 'gemma3'; known: gptneox, llama, qwen3"),
-        ({"llama.attention.sliding_window": 128}, r"llama\.attention\.sliding_window = 128, which is not supported"),
-        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale = 2\.0, which is not supported"),
+        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale = 2\.0, which is not supported$"),
+        ({"llama.attention.clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv = 8\.0, which is not supported$"),
+        ({"llama.attention.causal": False}, r"llama\.attention\.causal = False, which is not supported$"),
+        ({"llama.pooling_type": 1}, r"llama\.pooling_type = 1, which is not supported$"),
         ({"llama.expert_count": 8}, r"num_experts = 8 is not supported"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, r"rope_type 'yarn'; known: default"),
         ({"llama.rope.dimension_count": 8}, r"partial_rotary_factor = 0\.5 is not supported"),
-        ({"llama.attention.value_length": 8}, r"has 8 channels per value; supported: as many as per key, 16"),
+        ({"llama.attention.value_length": 8}, r"value_length = 8, .*: as many channels as attention\.key_length, 16"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"head_count_kv = \[2, 1\], .*: the same value for every layer"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(rewrite: Rewrite, metadata: dict[str, Any], message: str) -> None:
@@ -194,8 +179,54 @@ def test_a_config_without_factors_is_left_alone(tiny_gguf: TinyGguf) -> None:
     path = tiny_gguf("llama", "F32")
     container = read_container(path)
     assert isinstance(container, GgufContainer)
-    spec = gguf_family_for("llama").spec(gguf_config(container, "llama", path))
+    config = gguf_config(container, "llama", path)
+    spec = family_for(config).spec(config)
     assert with_rope_factors(spec, container, path) is spec
     unscaled = dataclasses.replace(container, tensors={})
     with pytest.raises(CorruptArtifactError, match=r"has no tensor 'token_embd\.weight'"):
         gguf_config(unscaled, "llama", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma4", r"rewritten\.gguf has the architecture 'gemma4'; known: gemma2, gemma3, gptneox, granite, llama, "),
+        ("qwen3moe", r"architecture 'qwen3moe'; known: .*mixtures of experts are not supported$"),
+        ("qwen2vl", r"architecture 'qwen2vl'; known: .*models of images are not supported$"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_with_the_known_ones(rewrite: Rewrite, name: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(rewrite("llama", {"general.architecture": name}))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]},
+        {"llama.attention.clamp_kqv": 0.0, "llama.attention.causal": True, "llama.attention.sliding_window": 0},
+        {"llama.attention.key_length_swa": 16, "llama.attention.value_length_swa": 16},
+        {"llama.attention.head_count_kv": None, "llama.attention.head_count": 4},
+    ],
+)
+def test_values_that_change_nothing_are_accepted(
+    rewrite: Rewrite, tiny_gguf: TinyGguf, metadata: dict[str, Any]
+) -> None:
+    if metadata.get("llama.attention.head_count_kv", 1) is None:
+        # As many as there are query heads, where a file does not say.
+        with pytest.raises(CorruptArtifactError, match=r"attn_k\.weight' of shape \(32, 64\); expected \(64, 64\)"):
+            open_checkpoint(rewrite("llama", dict(metadata)))
+    else:
+        assert _spec(rewrite("llama", dict(metadata))) == _spec(tiny_gguf("llama", "F32"))
+
+
+def test_a_norm_without_epsilon_is_named(rewrite: Rewrite) -> None:
+    path = rewrite("llama", {"llama.attention.layer_norm_rms_epsilon": None})
+    with pytest.raises(CorruptArtifactError, match=r"has no llama\.attention\.layer_norm_rms_epsilon; convert"):
+        open_checkpoint(path)
+
+
+def test_a_llama_with_a_window_is_a_mistral(rewrite: Rewrite) -> None:
+    spec = _spec(rewrite("llama", {"llama.attention.sliding_window": 128}))
+    assert spec.family == "mistral"
+    assert [layer.attention.sliding_window for layer in spec.layers] == [128, 128]

@@ -220,7 +220,7 @@ def test_first_and_last_tokens_are_added_where_the_file_asks(
     [
         ({"model": "bert"}, r"planted\.gguf has a tokenizer of kind 'bert'; known: gpt2, llama"),
         ({"model": None}, r"has a tokenizer of kind 'None'; known: gpt2, llama"),
-        ({"pre": "tekken"}, r"pre-tokenizer 'tekken'; known: gpt-2, llama-bpe, olmo, qwen2, smollm"),
+        ({"pre": "chatglm-bpe"}, r"pre-tokenizer 'chatglm-bpe'; known: .*, gpt-2, .*llama-bpe, .*qwen2, "),
         ({"pre": "default"}, r"pre-tokenizer 'default'; known"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_saved_tokenizer_is_the_one_the_file_was_made_from(
     assert files.chat_template == (tiny_llama / "chat_template.jinja").read_text()
     assert files.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     assert files.generation == {}
-    assert (spec.bos_token_id, spec.eos_token_ids) == (0, (2,))
+    assert (spec.bos_token_id, spec.eos_token_ids) == (0, (0, 2))
     saved = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     original = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
     for text in TEXTS:

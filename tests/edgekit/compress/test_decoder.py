@@ -101,7 +101,7 @@ def test_steps_over_a_past_give_the_logits_of_the_whole(
 ) -> None:
     tokens, past, logits = torch.from_numpy(token_ids), None, []
     for chunk in tokens.split_with_sizes(chunks, dim=1):
-        output = _run(decoder, chunk, past=past)
+        output = _run(decoder, chunk, past=past, sequence_length=24)
         past = _append(past, output.key_values)
         logits.append(output.logits)
     wanted = _hugging_face_logits(hugging_face(every_tiny_checkpoint), tokens)

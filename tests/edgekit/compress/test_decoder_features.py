@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from edgekit.checkpoint import open_checkpoint
 from edgekit.compress.decoder import Decoder, Norm, load_decoder
+from edgekit.rope import DynamicScaling, LongRopeScaling
 from edgekit.spec import DecoderSpec, LayerSpec, NormSpec
 
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
@@ -44,6 +45,17 @@ def _in_mlp(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
 
 def _with_layer_norm_kind(kind: str) -> Callable[[DecoderSpec], DecoderSpec]:
     return _in_layers(lambda layer: replace(layer, norm=replace(layer.norm, kind=kind)))
+
+
+def _with_long_rope_from(length: int) -> Callable[[DecoderSpec], DecoderSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        rope = layer.attention.rope
+        assert rope is not None
+        assert isinstance(rope.scaling, LongRopeScaling)
+        scaling = replace(rope.scaling, original_max_positions=length)
+        return replace(layer, attention=replace(layer.attention, rope=replace(rope, scaling=scaling)))
+
+    return _in_layers(change)
 
 
 def _with_the_rope_of_layer(index: int) -> Callable[[DecoderSpec], DecoderSpec]:
@@ -88,6 +100,29 @@ WRONG = {
     "the other rope for all layers": ("gemma3", _with_the_rope_of_layer(1)),
     "no norms of queries and keys in Gemma": ("gemma3", _in_attention(qk_norm=None)),
     "no norms over all heads": ("olmo2", _in_attention(qk_norm=None)),
+    "no YaRN scaling": ("llama_yarn_rope", _in_rope(scaling=None)),
+    "no attention factor of YaRN": ("llama_yarn_rope", _in_rope(attention_factor=1.0)),
+    "no dynamic scaling": ("llama_dynamic_rope", _in_rope(scaling=None)),
+    "dynamic scaling of a longer context": (
+        "llama_dynamic_rope",
+        _in_rope(scaling=DynamicScaling(factor=4.0, original_max_positions=24)),
+    ),
+    "long factors in short texts": ("phi3_longrope_short", _with_long_rope_from(20)),
+    "short factors in long texts": ("phi3_longrope", _with_long_rope_from(24)),
+    "no attention factor of LongRoPE": ("phi3_longrope_short", _in_rope(attention_factor=1.0)),
+    "no sliding window in Phi-3": ("phi3", _in_attention(sliding_window=None)),
+    "no bias of the head": ("phi", lambda spec: replace(spec, head_bias=False)),
+    "a norm shared with the MLP": ("gpt_neox", _in_layers(lambda layer: replace(layer, shared_norm=True))),
+    "full instead of partial rotation in Phi": ("phi", _in_rope(rotary_dim=16)),
+    "full instead of partial rotation in StableLM": ("stablelm", _in_rope(rotary_dim=16)),
+    "no biases of q, k and v in StableLM": ("stablelm", _in_attention(qkv_bias=False)),
+    "no multiplier of embeddings": ("granite", lambda spec: replace(spec, embedding_scale=1.0)),
+    "no multiplier of scores": ("granite", _in_attention(scale=16**-0.5)),
+    "no multiplier of residual branches": ("granite", _in_layers(lambda layer: replace(layer, residual_scale=1.0))),
+    "no multiplier of logits": ("granite", lambda spec: replace(spec, logit_scale=1.0)),
+    "rope in every layer": ("smollm3", _with_the_rope_of_layer(0)),
+    "rope in no layer": ("smollm3", _with_the_rope_of_layer(1)),
+    "no sliding window in SmolLM3": ("smollm3", _in_attention(sliding_window=None)),
     "a tied head": ("llama", lambda spec: replace(spec, tie_word_embeddings=True)),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edgekit.errors import CorruptArtifactError, UnsupportedError
-from edgekit.families import FAMILIES, family_for
+from edgekit.families import _REFUSED, FAMILIES, family_for
 from edgekit.rope import LinearScaling, Llama3Scaling, RopeSpec
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
@@ -261,6 +261,32 @@ def test_what_is_not_implemented_is_refused_by_name(
 def test_what_cannot_be_read_is_named(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptArtifactError, match=message):
         read(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mixtral", "is a mixture of experts; supported: dense models"),
+        ("qwen3_moe", "is a mixture of experts; supported: dense models"),
+        ("gpt_oss", "is a mixture of experts; supported: dense models"),
+        ("qwen2_vl", "has parts for images or sound; supported: text-only decoders"),
+        ("llava", "has parts for images or sound; supported: text-only decoders"),
+        ("mamba", "has recurrent or state-space layers; supported: attention in every layer"),
+        ("qwen3_next", "has recurrent or state-space layers; supported: attention in every layer"),
+    ],
+)
+def test_a_relative_that_is_no_dense_decoder_of_text_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^a model of model_type '{model_type}' {reason}$"):
+        read(LLAMA_3_2_1B, model_type=model_type)
+
+
+def test_every_refused_model_is_one_of_transformers_or_comes_with_its_own_code() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    own_code = {"phi3_v", "phi3small", "phi4mm"}
+    assert own_code < _REFUSED.keys()
+    assert _REFUSED.keys() - own_code <= set(CONFIG_MAPPING_NAMES)
+    assert not _REFUSED.keys() & {name for family in FAMILIES for name in family.model_types}
 
 
 def test_a_message_shows_the_start_of_a_long_value() -> None:

@@ -113,8 +113,18 @@ def _rope(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
     return _attention(spec, rope=msgspec.structs.replace(rope, **changes))
 
 
+def _without_multiplier(name: str) -> Callable[[DecoderSpec], DecoderSpec]:
+    return lambda spec: msgspec.structs.replace(spec, **{name: 1.0})
+
+
 def _placed(spec: DecoderSpec, norms: str) -> DecoderSpec:
     return _layers(spec, lambda layer: msgspec.structs.replace(layer, norm_placement=norms))
+
+
+def _always_short(spec: DecoderSpec) -> DecoderSpec:
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
+    return _rope(spec, scaling=msgspec.structs.replace(rope.scaling, original_max_positions=1000))
 
 
 # For each feature: the variant that has it, and the spec of a model that lacks it.
@@ -150,6 +160,31 @@ KNOCK_OUTS: dict[str, tuple[str, Callable[[DecoderSpec], DecoderSpec]]] = {
     "a rope per type of layer": ("gemma3", lambda spec: _rope(spec)),
     "qk-norm before two ropes": ("gemma3", lambda spec: _attention(spec, qk_norm=None)),
     "qk-norm over all heads": ("olmo2", lambda spec: _attention(spec, qk_norm=None)),
+    "yarn rope scaling": ("llama_yarn_rope", lambda spec: _rope(spec, scaling=None)),
+    "yarn attention factor": ("llama_yarn_rope", lambda spec: _rope(spec, attention_factor=1.0)),
+    "dynamic rope scaling": ("llama_dynamic_rope", lambda spec: _rope(spec, scaling=None)),
+    "long factors of longrope": ("phi3_longrope", _always_short),
+    "short factors of longrope": ("phi3_longrope_short", lambda spec: _rope(spec, scaling=None)),
+    "longrope attention factor": ("phi3_longrope_short", lambda spec: _rope(spec, attention_factor=1.0)),
+    "sliding window of fused projections": ("phi3", lambda spec: _attention(spec, sliding_window=None)),
+    "head bias": ("phi", lambda spec: msgspec.structs.replace(spec, head_bias=False)),
+    "a norm of its own for the mlp of a parallel residual": (
+        "gpt_neox",
+        lambda spec: _layers(spec, lambda layer: msgspec.structs.replace(layer, shared_norm=True)),
+    ),
+    "partial rotary of half of a head": ("phi", lambda spec: _rope(spec, rotary_dim=16)),
+    "multiplier of embeddings": ("granite", _without_multiplier("embedding_scale")),
+    "multiplier of logits": ("granite", _without_multiplier("logit_scale")),
+    "multiplier of scores": ("granite", lambda spec: _attention(spec, scale=16**-0.5)),
+    "multiplier of residual branches": (
+        "granite",
+        lambda spec: _layers(spec, lambda layer: msgspec.structs.replace(layer, residual_scale=1.0)),
+    ),
+    "layers without rope": ("smollm3", lambda spec: _attention(spec, rope=spec.layers[0].attention.rope)),
+    "layers with rope": ("smollm3", lambda spec: _attention(spec, rope=None)),
+    "sliding window of layers without rope": ("smollm3", lambda spec: _attention(spec, sliding_window=None)),
+    "q, k and v biases before layer norms": ("stablelm", lambda spec: _attention(spec, qkv_bias=False)),
+    "partial rotary of gated layers": ("stablelm", lambda spec: _rope(spec, rotary_dim=16)),
 }
 
 
