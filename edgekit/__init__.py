@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from edgekit.errors import EdgeKitError
     from edgekit.export.exporter import ExportOptions, export_bundle
     from edgekit.export.storage_plan import QuantizationOptions
+    from edgekit.integrations.causal_lm import EdgeModelForCausalLM
     from edgekit.runtime import LLM, CompletionChunk, CompletionOutput, SamplingParams
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CompletionChunk",
     "CompletionOutput",
     "EdgeKitError",
+    "EdgeModelForCausalLM",
     "ExportOptions",
     "QuantizationOptions",
     "SamplingParams",
@@ -36,6 +38,7 @@ _HOMES = {
     "CompletionChunk": "edgekit.runtime",
     "CompletionOutput": "edgekit.runtime",
     "EdgeKitError": "edgekit.errors",
+    "EdgeModelForCausalLM": "edgekit.integrations.causal_lm",
     "ExportOptions": "edgekit.export.exporter",
     "LLM": "edgekit.runtime",
     "QuantizationOptions": "edgekit.export.storage_plan",

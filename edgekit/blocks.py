@@ -58,9 +58,12 @@ class QuantizedBlocks:
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """Returns the matrix in float32, shape (rows, columns)."""
-        columns = self.codes.shape[1]
-        scale = np.repeat(self.scale.astype(np.float32), self.block_size, axis=1)[:, :columns]
-        values = self.codes.astype(np.float32) * scale
+        rows, columns = self.shape
+        values = np.empty((rows, self.scale.shape[1], self.block_size), np.float32)
+        # Whole blocks, the last one filled with zeros: scales spread over a matrix would take twice its memory.
+        flat = values.reshape(rows, self.scale.shape[1] * self.block_size)
+        flat[:, :columns], flat[:, columns:] = self.codes, 0
+        values *= self.scale.astype(np.float32)[..., None]
         if self.offset is not None:
-            values += np.repeat(self.offset.astype(np.float32), self.block_size, axis=1)[:, :columns]
-        return values
+            values += self.offset.astype(np.float32)[..., None]
+        return np.ascontiguousarray(flat[:, :columns])

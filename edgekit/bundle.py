@@ -3,7 +3,7 @@
     model.edge/
       manifest.json        who made it from what, the spec, how weights are stored, parity, sha256 of every file
       model.onnx           the graph; weights in model.onnx.data
-      tokenizer.json  chat_template.jinja  generation.json
+      tokenizer.json  tokenizer_config.json  chat_template.jinja  generation.json
 
 A bundle appears in one rename or not at all. Reading one checks that every file named in the manifest lies
 inside the directory and has the recorded size and sha256. docs/bundle.md specifies the format.
@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 GRAPH = "model.onnx"
 GRAPH_DATA = "model.onnx.data"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation.json"
 REQUIRED_FILES = (GRAPH, GRAPH_DATA, TOKENIZER, GENERATION)
@@ -200,10 +201,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     if not directory.exists():
         raise UsageError(f"no such bundle: {str(directory)!r}; make one with: edgekit export MODEL OUT")
     if not (directory / MANIFEST).is_file():
-        hint = "it looks like a checkpoint; " if directory.is_file() or (directory / "config.json").exists() else ""
-        raise UsageError(
-            f"{str(directory)!r} is not a bundle (no {MANIFEST}); {hint}make a bundle with: edgekit export MODEL OUT"
-        )
+        raise UsageError(_what_it_is_instead(directory))
     text = (directory / MANIFEST).read_bytes()
     manifest = _decode_manifest(directory, text)
     for name in REQUIRED_FILES:
@@ -212,6 +210,15 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     for name, record in manifest.files.items():
         _check_file(directory, name, record)
     return Bundle(path=directory, manifest=manifest, digest=hashlib.sha256(text).hexdigest())
+
+
+def _what_it_is_instead(path: Path) -> str:
+    """Says what a path is that is no bundle, and what to do."""
+    if path.is_file() and (path.parent / MANIFEST).is_file():
+        return f"{str(path)!r} is a file of a bundle; give the bundle's directory: {str(path.parent)!r}"
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return f"{str(path)!r} is a checkpoint and not a bundle; make a bundle of it with: edgekit export MODEL OUT"
+    return f"{str(path)!r} is not a bundle (no {MANIFEST}); make a bundle with: edgekit export MODEL OUT"
 
 
 def _decode_manifest(directory: Path, text: bytes) -> Manifest:

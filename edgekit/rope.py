@@ -94,7 +94,8 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         low, high = max(low, 0), min(high, 2 * count - 1)
         width = 0.001 if low == high else high - low
         interpolate = np.clip((np.arange(count) - low) / width, 0.0, 1.0)
-        return frequencies * (interpolate / self.factor + 1 - interpolate)
+        scaled: FloatArray = frequencies * (interpolate / self.factor + 1 - interpolate)
+        return scaled
 
 
 class DynamicScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dynamic"):
@@ -168,9 +169,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             case None:
                 return frequencies
             case DynamicScaling() as scaling:
-                return (self.theta * scaling.base_growth(sequence_length, self.rotary_dim)) ** -exponents
+                base = self.theta * scaling.base_growth(sequence_length, self.rotary_dim)
+                return np.power(base, -exponents)
             case LongRopeScaling() as scaling:
                 is_long = sequence_length > scaling.original_max_positions
-                return frequencies / np.asarray(scaling.long_factors if is_long else scaling.short_factors)
+                return np.divide(frequencies, scaling.long_factors if is_long else scaling.short_factors)
             case scaling:
                 return scaling.scale(frequencies)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +25,7 @@ from edgekit.bundle import (
     MANIFEST,
     SCHEMA_VERSION,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     Bundle,
     FileRecord,
     GenerationRecord,
@@ -33,7 +38,7 @@ from edgekit.bundle import (
     write_manifest,
 )
 from edgekit.checkpoint import Checkpoint, open_checkpoint
-from edgekit.compress.decoder import stream_logits
+from edgekit.compress.decoder import ModelWeights, stream_logits
 from edgekit.export.data_file import DataFile
 from edgekit.export.graph.builder import OPSET
 from edgekit.export.graph.decoder import build_graph
@@ -46,6 +51,8 @@ from edgekit.spec import DecoderSpec
 from edgekit.version import __version__
 
 PARITY_TOKENS = 48
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +98,23 @@ def export_bundle(
         open_checkpoint(source, revision=options.revision, trust_remote_code=options.trust_remote_code) as checkpoint,
     ):
         storage = plan_storage(checkpoint, options.quantization)
-        weights, data_sha256 = write_graph(checkpoint, storage, staging, progress)
+        with _timed("weights"):
+            weights, data_sha256 = write_graph(checkpoint, storage, staging, progress)
         _write_text_files(checkpoint, staging)
         parity = _check_parity(checkpoint, _StoredModel(checkpoint.spec, weights, staging), staging, progress)
         progress("hash", 0, 1)
-        write_manifest(staging, _manifest(checkpoint, storage, parity, staging, data_sha256))
+        with _timed("hash"):
+            manifest = _manifest(checkpoint, storage, parity, staging, data_sha256)
+        write_manifest(staging, manifest)
     return open_bundle(output)
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Logs what a stage of the export took."""
+    started = time.perf_counter()
+    yield
+    logger.info("%s took %.1f s", what, time.perf_counter() - started)
 
 
 def write_graph(
@@ -121,7 +139,7 @@ def write_graph(
         for name, shape in checkpoint.spec.tensor_shapes().items()
     }
     model = build_graph(checkpoint.spec, weights, __version__)
-    sha256 = data.write(directory, progress)
+    sha256 = data.write(directory, lambda name, done, total: progress(f"weights: {name}", done, total))
     ir.save(model, directory / GRAPH)
     return weights, sha256
 
@@ -146,7 +164,19 @@ def _write_text_files(checkpoint: Checkpoint, directory: Path) -> None:
     if files.chat_template is not None:
         (directory / CHAT_TEMPLATE).write_text(files.chat_template, encoding="utf-8")
     generation = GenerationRecord(special_tokens=files.special_tokens, defaults=files.generation)
-    (directory / GENERATION).write_bytes(msgspec.json.format(msgspec.json.encode(generation), indent=1))
+    _write_json(directory / GENERATION, generation)
+    # Not for EdgeKit: it makes the directory one that transformers' AutoTokenizer reads.
+    transformers = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": checkpoint.spec.max_positions,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(directory / TOKENIZER_CONFIG, {**transformers, **files.special_tokens})
+
+
+def _write_json(path: Path, value: GenerationRecord | dict[str, Any]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
 
 
 @dataclass(frozen=True)
@@ -162,16 +192,32 @@ class _StoredModel:
         return read_stored(self.weights[name], self.directory)
 
 
+class _Watched:
+    """A model that reports the reading of each of its weights."""
+
+    def __init__(self, model: ModelWeights, stage: str, progress: Progress) -> None:
+        self.spec = model.spec
+        self._model, self._stage, self._progress = model, stage, progress
+        self._done, self._total = 0, len(model.spec.tensor_shapes())
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32] | QuantizedBlocks:
+        """Reads one weight."""
+        self._progress(f"{self._stage}: {name}", self._done, self._total)
+        self._done += 1
+        return self._model.tensor(name)
+
+
 def _check_parity(checkpoint: Checkpoint, stored: _StoredModel, directory: Path, progress: Progress) -> ParityRecord:
     token_ids = _parity_tokens(checkpoint, directory)
-    progress("parity: graph", 0, 3)
-    got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
-    progress("parity: stored weights", 1, 3)
-    expected = stream_logits(stored, token_ids[None])[0]
+    progress("parity, graph", 0, 1)
+    with _timed("parity, graph"):
+        got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
+    with _timed("parity, stored"):
+        expected = stream_logits(_Watched(stored, "parity, stored", progress), token_ids[None])[0]
     graph = compare(expected, got, MAX_GRAPH_KL_DIVERGENCE, "what its weights say")
-    progress("parity: source weights", 2, 3)
-    expected = stream_logits(checkpoint, token_ids[None])[0]
-    # Blocks that were kept lose nothing but the rounding of their offsets to fp16.
+    with _timed("parity, source"):
+        expected = stream_logits(_Watched(checkpoint, "parity, source", progress), token_ids[None])[0]
+    # Blocks that were kept lose nothing but the rounding of scales and offsets to fp16.
     precisions = {
         "fp16" if keeps_blocks(checkpoint.block_format(name), weight.storage) else weight.storage.precision
         for name, weight in stored.weights.items()

@@ -79,6 +79,10 @@ def graph_logits(graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
+    # A large model is run in little memory: matrices are widened when their turn comes, not all those that depend on
+    # nothing first, and their memory is given back at once.
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    options.enable_cpu_mem_arena = False
     session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     cut = max(1, 2 * len(token_ids) // 3)
     empty = [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,6 +18,8 @@ FOLDERS = {
 }
 WORKBENCH = ("torch", "transformers", "onnx", "onnx_ir")
 LAZY = ("rich", "jinja2")
+# The development environment does without the harness, which brings forty packages.
+NEEDS_MORE = {"edgekit.integrations.lm_eval_model": "lm_eval"}
 
 
 def _modules(*packages: str) -> list[str]:
@@ -26,8 +29,9 @@ def _modules(*packages: str) -> list[str]:
         folder = ROOT / FOLDERS[package]
         for file in sorted(folder.rglob("*.py")):
             parts = [part for part in file.relative_to(folder).with_suffix("").parts if part != "__init__"]
-            if "__main__" not in parts:
-                names.append(".".join([package, *parts]))
+            name = ".".join([package, *parts])
+            if "__main__" not in parts and importlib.util.find_spec(NEEDS_MORE.get(name, "edgekit")) is not None:
+                names.append(name)
     return names
 
 

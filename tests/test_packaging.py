@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = CONFIG["project"]
 PACKAGE_DIR: dict[str, str] = CONFIG["tool"]["setuptools"]["package-dir"]
+# optimum-cli finds commands by the files in this namespace, and in no other way. It belongs to optimum and to everyone
+# who adds a command, so it has no __init__.py, and nothing else may be installed outside edgekit/.
+COMMANDS = "optimum.commands.register"
+COMMAND = "optimum/commands/register/register_edgekit.py"
 
 
 def test_every_package_is_listed() -> None:
@@ -26,7 +30,7 @@ def test_every_package_is_listed() -> None:
         for package, folder in PACKAGE_DIR.items()
         for init in (ROOT / folder).rglob("__init__.py")
     ]
-    assert CONFIG["tool"]["setuptools"]["packages"] == sorted(found)
+    assert CONFIG["tool"]["setuptools"]["packages"] == sorted([*found, COMMANDS])
 
 
 def test_every_requirement_has_exact_versions_in_the_constraints() -> None:
@@ -43,11 +47,12 @@ def test_every_requirement_has_exact_versions_in_the_constraints() -> None:
         assert requirement.specifier.contains(pin.version), requirement.name
 
 
-def test_the_wheel_made_from_the_sdist_has_every_file_and_one_top_level_package(tmp_path: Path) -> None:
+def test_the_wheel_made_from_the_sdist_has_every_file_and_one_package_and_command(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for folder in PACKAGE_DIR.values():
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (tree / COMMAND).parent.mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", COMMAND):
         shutil.copy(ROOT / name, tree / name)
 
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(tree)]
@@ -63,8 +68,8 @@ def test_the_wheel_made_from_the_sdist_has_every_file_and_one_top_level_package(
         for package, folder in PACKAGE_DIR.items()
         for file in (tree / folder).rglob("*")
         if file.is_file()
-    }
-    assert {name.split("/")[0] for name in files} == {"edgekit"}
+    } | {COMMAND}
+    assert {name.split("/")[0] for name in files - {COMMAND}} == {"edgekit"}
     assert "edgekit = edgekit.cli:main" in scripts
 
 

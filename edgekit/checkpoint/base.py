@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -151,11 +153,13 @@ class Checkpoint:
     def source(self) -> SourceRecord:
         """Where the checkpoint came from, with the digest of every file; hashed on first use."""
         files = sorted({*self._tensors.files, *self._tokenizer.files})
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            digests = pool.map(sha256_file, files)
         return SourceRecord(
             kind=self._origin.kind,
             id=self._origin.id,
             revision=self._origin.revision,
-            digests={file.name: sha256_file(file) for file in files},
+            digests={file.name: digest for file, digest in zip(files, digests, strict=True)},
         )
 
     def tensor(self, name: str) -> Weight:

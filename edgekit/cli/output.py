@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from edgekit.bundle import ParityRecord
     from edgekit.progress import Progress
     from edgekit.runtime import CompletionChunk, CompletionOutput
+
+LINE_SECONDS = 10.0
 
 
 def print_json(value: Any) -> None:
@@ -98,20 +101,35 @@ def print_statistics(output: CompletionOutput) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Shows a bar on stderr if that is a terminal, and no log needs it; gives the function that moves it."""
+    """Gives the function that shows progress on stderr: as a bar on a terminal, as lines now and then in a log."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
 
     console = Console(stderr=True)
-    what = TextColumn("{task.description}", table_column=Column(width=36, no_wrap=True))
-    hidden = is_verbose() or not console.is_terminal
-    columns = (what, BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+    if is_verbose() or not console.is_terminal:
+        yield _progress_lines()
+        return
+    what = TextColumn("{task.description}", table_column=Column(width=50, no_wrap=True))
+    with Bar(what, BarColumn(), TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
         yield show
+
+
+def _progress_lines() -> Progress:
+    """Returns a function that prints what is being done every ten seconds, so that short work prints nothing."""
+    started = shown = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= LINE_SECONDS:
+            shown = now
+            click.echo(f"[{now - started:.0f} s] {what} ({done + 1} of {total})", err=True)
+
+    return show

@@ -1,4 +1,4 @@
-"""Phi-3 and the dense models after it: Mistral with fused projections, perhaps LongRoPE and a rotation of part of a head.
+"""Phi-3 and the dense models after it: Mistral with fused projections, perhaps with LongRoPE over part of each head.
 
 Source: `Phi3ForCausalLM` of transformers.
 """

@@ -134,7 +134,7 @@ class _DecoderGraph:
         inputs = LinearInputs(g, normed)
         query, key = self._linear(f"{name}.q_proj", inputs), self._linear(f"{name}.k_proj", inputs)
         value = self._linear(f"{name}.v_proj", inputs)
-        head_norms = (None, None)
+        head_norms: tuple[ir.Value | None, ir.Value | None] = (None, None)
         if spec.qk_norm is not None and spec.qk_norm_scope == "all_heads":
             query = self._norm(f"{name}.q_norm", spec.qk_norm, query)
             key = self._norm(f"{name}.k_norm", spec.qk_norm, key)

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from edgekit.bundle import GRAPH_DATA
+from edgekit.errors import CorruptArtifactError
 from edgekit.export.data_file import Part
 from edgekit.export.lowering.blocks import Lowering
 from edgekit.export.weights import unpack_int4
@@ -81,25 +84,35 @@ def vectors(state: Lowering, values: Sequence[ir.Value]) -> ir.Value:
 
 def _packed_codes(value: ir.Value, block_size: int, bits: int) -> npt.NDArray[np.uint8]:
     """Returns shape (N, Kp / b, b · bits / 8): codes along K, shifted so that they are unsigned."""
-    codes = np.ascontiguousarray(_codes(value).T).view(np.uint8) + np.uint8(1 << (bits - 1))
+    codes = np.ascontiguousarray(_read(value).T).view(np.uint8) + np.uint8(1 << (bits - 1))
     if bits == 4:
         codes &= np.uint8(0x0F)
         codes = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
     return codes.reshape(codes.shape[0], -1, block_size * bits // 8)
 
 
-def _codes(value: ir.Value) -> npt.NDArray[np.int8]:
+def _floats(value: ir.Value) -> npt.NDArray[np.float32]:
+    return _read(value).astype(np.float32)
+
+
+def _read(value: ir.Value) -> npt.NDArray[Any]:
+    """Reads a weight; codes of 4 bits as int8.
+
+    Not through onnx-ir, which keeps what it has read, with 4 bits unpacked to 8, for as long as it keeps the graph.
+    """
     tensor = value.const_value
-    assert tensor is not None
+    assert isinstance(tensor, ir.ExternalTensor), value.name
+    if tensor.location != GRAPH_DATA:
+        raise CorruptArtifactError(
+            f"the graph keeps {tensor.name!r} in {str(tensor.location)!r}, not in {GRAPH_DATA}; export the bundle again"
+        )
+    raw = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset or 0)
+    if raw.size != tensor.nbytes:
+        raise CorruptArtifactError(f"{GRAPH_DATA} ends before {tensor.name!r}; export or copy the bundle again")
     shape = tuple(tensor.shape.numpy())
     if tensor.dtype == ir.DataType.INT4:
-        return unpack_int4(np.frombuffer(tensor.tobytes(), np.uint8), shape)
-    return np.frombuffer(tensor.tobytes(), np.int8).reshape(shape)
-
-
-def _floats(value: ir.Value) -> npt.NDArray[np.float32]:
-    assert value.const_value is not None
-    return value.const_value.numpy().astype(np.float32)
+        return unpack_int4(raw, shape)
+    return raw.view(tensor.dtype.numpy()).reshape(shape)
 
 
 def dimension(value: ir.Value, axis: int) -> int:

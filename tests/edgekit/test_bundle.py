@@ -286,13 +286,17 @@ def test_a_truncated_manifest_is_corrupt_wherever_it_ends(path: Path) -> None:
         _refusal(CorruptArtifactError, path)
 
 
-def test_what_is_not_a_bundle_is_refused_with_what_it_looks_like(path: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_bundle_is_refused_with_what_it_is(path: Path, tmp_path: Path) -> None:
     assert "no such bundle" in _refusal(UsageError, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "looks like a checkpoint" not in _refusal(UsageError, tmp_path / "empty")
+    assert "is not a bundle (no manifest.json); make a bundle with" in _refusal(UsageError, tmp_path / "empty")
     (tmp_path / "empty" / "config.json").touch()
-    assert "is not a bundle (no manifest.json); it looks like a checkpoint" in _refusal(UsageError, tmp_path / "empty")
-    assert "it looks like a checkpoint" in _refusal(UsageError, path / "model.onnx")
+    (tmp_path / "model.gguf").touch()
+    for checkpoint in (tmp_path / "empty", tmp_path / "model.gguf"):
+        assert "is a checkpoint and not a bundle; make a bundle of it with" in _refusal(UsageError, checkpoint)
+    for name in ("model.onnx", "manifest.json"):
+        message = _refusal(UsageError, path / name)
+        assert message.endswith(f"is a file of a bundle; give the bundle's directory: {str(path)!r}")
 
 
 def test_a_bundle_cannot_be_changed_in_memory(path: Path) -> None:

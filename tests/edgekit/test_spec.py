@@ -10,8 +10,19 @@ import pytest
 
 from edgekit.checkpoint import open_checkpoint
 from edgekit.compress.decoder import Decoder
-from edgekit.rope import LinearScaling, RopeSpec
-from edgekit.spec import ACTIVATIONS, Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from edgekit.rope import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, RopeSpec, YarnScaling
+from edgekit.spec import (
+    ACTIVATIONS,
+    Activation,
+    AttentionSpec,
+    CacheGroup,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+)
+
+replace = msgspec.structs.replace
 
 RMS, LAYER_NORM = NormSpec(kind="rms", epsilon=1e-5), NormSpec(kind="layer", epsilon=1e-6)
 
@@ -86,7 +97,7 @@ def test_tensor_shapes_follow_each_layer(spec: DecoderSpec) -> None:
 
 
 def test_a_tied_model_has_no_head_of_its_own(spec: DecoderSpec) -> None:
-    tied = msgspec.structs.replace(spec, tie_word_embeddings=True)
+    tied = replace(spec, tie_word_embeddings=True)
     assert spec.tensor_shapes().items() - tied.tensor_shapes().items() == {("lm_head.weight", (11, 6))}
 
 
@@ -100,6 +111,97 @@ def test_the_tensors_are_as_many_numbers_as_hugging_face_counts(every_tiny_check
         shapes = checkpoint.spec.tensor_shapes().values()
     count = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes)
     assert count == hugging_face(every_tiny_checkpoint).num_parameters()
+
+
+def _with_layers(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
+
+
+def _with_attentions(spec: DecoderSpec, *changes: dict[str, Any]) -> DecoderSpec:
+    """Gives one layer per dict of changes, each like the first one otherwise."""
+    first = spec.layers[0]
+    layers = (replace(first, attention=replace(first.attention, **change)) for change in changes)
+    return replace(spec, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ("input_norm", "mlp_norm")),
+        ({"norm_placement": "post"}, ("attn_output_norm", "mlp_output_norm")),
+        ({"norm_placement": "sandwich"}, ("input_norm", "attn_output_norm", "mlp_norm", "mlp_output_norm")),
+        ({"parallel_residual": True}, ("input_norm", "mlp_norm")),
+        ({"parallel_residual": True, "shared_norm": True}, ("input_norm",)),
+    ],
+)
+def test_a_layer_has_the_norms_of_its_placement_and_no_others(
+    changes: dict[str, Any], names: tuple[str, ...], spec: DecoderSpec
+) -> None:
+    changed = _with_layers(spec, **{"parallel_residual": False, **changes})
+    assert changed.layers[0].norm_names() == names
+    kinds = {"layers.0": ("weight", "bias"), "layers.1": ("weight",)}  # a LayerNorm and an RMSNorm
+    wanted = {f"{layer}.{name}.{part}": (6,) for layer, parts in kinds.items() for name in names for part in parts}
+    shapes = changed.tensor_shapes()
+    assert {name: shapes[name] for name in shapes if "_norm." in name and "self_attn" not in name} == wanted
+    state = {name: tuple(tensor.shape) for name, tensor in Decoder(changed).state_dict().items()}
+    assert state == shapes
+
+
+def test_norms_over_all_heads_are_as_wide_as_the_projections(spec: DecoderSpec) -> None:
+    shapes = _with_attentions(spec, {"qk_norm_scope": "all_heads"}).tensor_shapes()
+    assert shapes["layers.0.self_attn.q_norm.weight"] == shapes["layers.0.self_attn.q_proj.bias"] == (32,)
+    assert shapes["layers.0.self_attn.k_norm.weight"] == shapes["layers.0.self_attn.k_proj.bias"] == (16,)
+
+
+def test_a_head_may_have_a_bias(spec: DecoderSpec) -> None:
+    biased = replace(spec, head_bias=True)
+    assert biased.tensor_shapes().items() - spec.tensor_shapes().items() == {("lm_head.bias", (11,))}
+    assert tuple(Decoder(biased).state_dict()["lm_head.bias"].shape) == (11,)
+
+
+def test_layers_of_one_window_share_a_cache_group(spec: DecoderSpec) -> None:
+    windows = [8, None, 8, 16, None]
+    groups = _with_attentions(spec, *({"sliding_window": window} for window in windows)).cache_groups()
+    assert groups == (
+        CacheGroup(layers=(0, 2), sliding_window=8),
+        CacheGroup(layers=(1, 4)),
+        CacheGroup(layers=(3,), sliding_window=16),
+    )
+    assert spec.cache_groups() == (CacheGroup(layers=(0, 1)),)
+
+
+def _rope(scaling: RopeScaling | None) -> RopeSpec:
+    return RopeSpec(theta=1e4, rotary_dim=4, scaling=scaling)
+
+
+def _longrope(limit: int) -> RopeSpec:
+    return _rope(LongRopeScaling(short_factors=(1.0, 1.0), long_factors=(2.0, 3.0), original_max_positions=limit))
+
+
+DYNAMIC = _rope(DynamicScaling(factor=2.0, original_max_positions=64))
+
+
+@pytest.mark.parametrize(
+    ("ropes", "depends"),
+    [
+        ([None], False),
+        ([_rope(None), None], False),
+        ([_rope(YarnScaling(factor=2.0, original_max_positions=64))], False),
+        ([DYNAMIC], True),
+        ([None, _rope(None), _longrope(64)], True),
+    ],
+)
+def test_a_model_depends_on_the_length_as_soon_as_one_layer_does(
+    ropes: list[RopeSpec | None], depends: bool, spec: DecoderSpec
+) -> None:
+    assert _with_attentions(spec, *({"rope": rope} for rope in ropes)).depends_on_length is depends
+
+
+def test_keys_of_a_short_text_are_of_no_use_for_a_long_one(spec: DecoderSpec) -> None:
+    ropes = [None, _longrope(64), _longrope(64), _longrope(128), DYNAMIC]
+    changed = _with_attentions(spec, *({"rope": rope} for rope in ropes))
+    assert [changed.rope_range(length) for length in (1, 64, 65, 128, 129, 1000)] == [0, 0, 1, 1, 2, 2]
+    assert spec.rope_range(1000) == 0
 
 
 def test_a_spec_survives_json(spec: DecoderSpec) -> None:
@@ -116,7 +218,7 @@ def test_the_spec_of_every_model_survives_json(every_tiny_checkpoint: Path) -> N
 
 def test_group_size_is_the_number_of_query_heads_per_kv_head(spec: DecoderSpec) -> None:
     assert [layer.attention.group_size for layer in spec.layers] == [2, 2]
-    assert msgspec.structs.replace(spec.layers[0].attention, num_kv_heads=1).group_size == 4
+    assert replace(spec.layers[0].attention, num_kv_heads=1).group_size == 4
 
 
 @pytest.mark.parametrize(
@@ -126,6 +228,9 @@ def test_group_size_is_the_number_of_query_heads_per_kv_head(spec: DecoderSpec) 
         (("layers", 1, "norm", "kind"), "group", "'group' - at `$.layers[1].norm.kind`"),
         (("layers", 0, "attention", "num_heads"), 2.5, "got `float` - at `$.layers[0].attention.num_heads`"),
         (("layers", 0, "attention", "alibi"), True, "unknown field `alibi` - at `$.layers[0].attention`"),
+        (("layers", 0, "norm_placement"), "middle", "'middle' - at `$.layers[0].norm_placement`"),
+        (("layers", 0, "attention", "qk_norm_scope"), "group", "'group' - at `$.layers[0].attention.qk_norm_scope`"),
+        (("layers", 1, "attention", "sliding_window"), 0, "`int` >= 1 - at `$.layers[1].attention.sliding_window`"),
         (("vocab_size",), None, "got `null` - at `$.vocab_size`"),
         (("logit_bias",), 2.0, "unknown field `logit_bias`"),
     ],

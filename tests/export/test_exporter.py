@@ -63,6 +63,7 @@ def test_a_bundle_holds_the_files_that_its_manifest_vouches_for(export: Export, 
     assert bundle.path == output
     assert _names(output.parent) == ["out.edge"]
     listed = ["chat_template.jinja", "generation.json", "model.onnx", "model.onnx.data", "tokenizer.json"]
+    listed.append("tokenizer_config.json")
     assert _names(output) == sorted([*listed, "manifest.json"])
     assert sorted(bundle.manifest.files) == listed
     for name, record in bundle.manifest.files.items():
@@ -112,12 +113,14 @@ def test_the_portable_graph_is_standard_onnx(precision: str, every_tiny_checkpoi
     assert {node.domain for node in model.graph.node} == {""}
     assert model.ir_version == 10
     assert (model.producer_name, model.producer_version) == ("edgekit", __version__)
-    layers = range(len(bundle.manifest.spec.layers))
+    spec = bundle.manifest.spec
+    layers, groups = range(len(spec.layers)), range(len(spec.cache_groups()))
     assert [value.name for value in model.graph.input] == [
         contract.INPUT_IDS,
         contract.POSITION_IDS,
         contract.NEW_BIAS,
-        contract.past_bias(0),
+        *(contract.past_bias(group) for group in groups),
+        *([contract.SEQUENCE_LENGTH] if spec.depends_on_length else []),
         contract.LOGIT_ROWS,
         *(name(layer) for layer in layers for name in (contract.past_key, contract.past_value)),
     ]

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import click
 import pytest
 
-from edgekit.cli.output import megabytes, print_json, print_statistics, print_table, storage_line, stream_text
+from edgekit.cli.output import (
+    megabytes,
+    print_json,
+    print_statistics,
+    print_table,
+    progress_bar,
+    storage_line,
+    stream_text,
+)
 from edgekit.runtime import CompletionChunk, CompletionOutput, Timings, Usage
 
 
@@ -65,3 +75,14 @@ def test_sizes_are_in_millions_of_bytes() -> None:
 def test_storage_is_counted_from_the_most_frequent_kind() -> None:
     storage = {"a": "fp16", "b": "int4 affine block 32", "c": "int4 affine block 32"}
     assert storage_line(storage) == "2 × int4 affine block 32, 1 × fp16"
+
+
+def test_long_work_prints_a_line_now_and_then_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("edgekit.cli.output.time", SimpleNamespace(monotonic=lambda: clock.now))
+    with click.Context(click.Command("export")), progress_bar() as show:
+        for done, clock.now in enumerate((101.0, 109.9, 110.0, 119.0, 121.0, 122.0)):
+            show(f"weights: {done}", done, 6)
+    assert capsys.readouterr() == ("", "[10 s] weights: 2 (3 of 6)\n[21 s] weights: 4 (5 of 6)\n")

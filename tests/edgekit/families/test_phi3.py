@@ -159,9 +159,12 @@ def test_weights_are_parts_of_the_fused_ones(tiny_checkpoint: TinyCheckpoint, hu
     [
         ({"attention_bias": True}, r"phi3 with attention_bias = True is not supported; supported: False"),
         ({"mlp_bias": True}, r"phi3 with mlp_bias = True"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"phi3 with rope_type = linear .* default, longrope"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"phi3 with rope_type = dynamic .* default, longrope"),
-        ({"rope_scaling": {"type": "yarn", "short_factor": [1.0] * 48}}, r"parameter 'short_factor' for rope_type 'yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"phi3 with rope_type = 'linear' .* default, longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"phi3 with rope_type = 'dynamic' .* default, longrope"),
+        (
+            {"rope_scaling": {"type": "yarn", "short_factor": [1.0] * 48}},
+            r"parameter 'short_factor' for rope_type 'yarn",
+        ),
         ({"partial_rotary_factor": 0.99}, r"phi3 with rotary width = 95 .* supported: even, up to the head's 96"),
         ({"layer_types": ["full_attention"] * 32}, r"phi3 with layer_types = .* supported: sliding_attention"),
         ({"num_local_experts": 16}, r"phi3 with num_local_experts = 16"),

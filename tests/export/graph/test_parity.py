@@ -14,6 +14,7 @@ from edgekit import contract
 from edgekit.checkpoint import open_checkpoint
 from edgekit.export.exporter import write_graph
 from edgekit.export.weights import Storage
+from edgekit.rope import LongRopeScaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +125,7 @@ def _placed(spec: DecoderSpec, norms: str) -> DecoderSpec:
 def _always_short(spec: DecoderSpec) -> DecoderSpec:
     rope = spec.layers[0].attention.rope
     assert rope is not None
+    assert isinstance(rope.scaling, LongRopeScaling)
     return _rope(spec, scaling=msgspec.structs.replace(rope.scaling, original_max_positions=1000))
 
 

@@ -1,0 +1,274 @@
+"""The cache behind `EdgeModelForCausalLM`: one conversation for each row of a batch.
+
+To transformers a batch is a rectangle, and padding makes its rows equally long. Here padding does not exist: a row's
+conversation holds the row's own tokens, at positions that count them from 0, so that each row computes exactly what it
+would compute alone.
+
+    column   0  1  2  3  4
+    row 0    ·  ·  a  b  c     conversation of 3 tokens
+    row 1    d  e  f  g  h     conversation of 5 tokens
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import Cache
+
+from edgekit.errors import UnsupportedError, UsageError
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
+from edgekit.runtime.step import Backend, causal_step
+from edgekit.spec import DecoderSpec
+
+Tokens = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Conversation:
+    """The tokens of one row."""
+
+    def __init__(self, backend: Backend, spec: DecoderSpec) -> None:
+        """Starts empty.
+
+        Args:
+            backend: Runs the steps.
+            spec: The decoder.
+        """
+        self._backend = backend
+        self._spec = spec
+        self._cache = KVCache(spec)
+        self._runner = backend.runner(self._cache)
+        self._token_ids: Tokens = np.zeros(0, np.int64)
+        self._rope_range = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._cache.length
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for this many more tokens.
+
+        Raises:
+            DoesNotFitError: The row would become longer than the model's context.
+        """
+        self._cache.reserve(tokens)
+
+    def read(self, token_ids: Tokens, wanted: Tokens, logits: npt.NDArray[np.float32]) -> None:
+        """Appends tokens.
+
+        Args:
+            token_ids: The next tokens, shape (n,), int64.
+            wanted: Those of them whose logits are wanted, ascending, shape (w,), int64.
+            logits: Where these go, shape (w, V), float32.
+
+        Raises:
+            DoesNotFitError: The row becomes longer than the model's context.
+        """
+        end = self.length + len(token_ids)
+        if self._spec.rope_range(end) != self._rope_range:
+            # The keys in the cache carry rotations that a text of this length does not have.
+            self._rope_range = self._spec.rope_range(end)
+            token_ids, wanted = np.concatenate([self._token_ids, token_ids]), wanted + self.length
+            self.forget(self.length)
+        for start in range(0, len(token_ids), PREFILL_CHUNK_TOKENS):
+            chunk = token_ids[start : start + PREFILL_CHUNK_TOKENS]
+            here = (wanted >= start) & (wanted < start + len(chunk))
+            # The graph wants to be asked for one row at least.
+            rows = wanted[here] - start if here.any() else np.array([len(chunk) - 1])
+            outputs = self._runner.step(causal_step(chunk, self.length, rows, end))
+            self._cache.append(outputs.stacks, range(len(chunk)))
+            self._token_ids = np.concatenate([self._token_ids, chunk])
+            if here.any():
+                logits[here] = outputs.logits
+
+    def forget(self, tokens: int) -> None:
+        """Drops the last tokens."""
+        kept = self.length - tokens
+        self._cache.truncate(kept)
+        self._token_ids = self._token_ids[:kept]
+
+    def copy(self) -> Conversation:
+        """Returns a conversation of its own that goes on from here."""
+        twin = copy.copy(self)
+        twin._cache = copy.deepcopy(self._cache)
+        twin._runner = self._backend.runner(twin._cache)
+        return twin
+
+
+class ConversationCache(Cache):
+    """What `EdgeModelForCausalLM` returns as cache, and takes back.
+
+    transformers may ask it for its length, reorder its rows for beam search and drop its last columns; the keys and
+    values themselves are EdgeKit's.
+    """
+
+    def __init__(self, backend: Backend, spec: DecoderSpec) -> None:
+        """Starts without rows; the first call of `read` says how many there are.
+
+        Args:
+            backend: Runs the steps.
+            spec: The decoder.
+        """
+        super().__init__(layers=[])
+        self.backend = backend
+        self._spec = spec
+        self._rows: list[Conversation] = []
+        self._present: Flags = np.zeros((0, 0), np.bool_)
+
+    @property
+    def present(self) -> Flags:
+        """Where the rows have tokens rather than padding, shape (B, columns), bool."""
+        return self._present
+
+    def positions(self, present: Flags) -> Tokens:
+        """Returns the positions of the next columns' tokens, shape (B, S), int64; those of padding mean nothing.
+
+        Args:
+            present: Where the next columns have tokens, shape (B, S), bool.
+
+        Raises:
+            UsageError: The batch has another number of rows than before.
+        """
+        if self._rows:
+            self._check_rows(len(present))
+        lengths = np.array([row.length for row in self._rows] or [0] * len(present), np.int64)
+        positions: Tokens = lengths[:, None] + present.cumsum(axis=1) - 1
+        return positions
+
+    def read(self, token_ids: Tokens, present: Flags, columns: Tokens) -> npt.NDArray[np.float32]:
+        """Appends columns.
+
+        Args:
+            token_ids: shape (B, S), int64.
+            present: Where they are tokens rather than padding, shape (B, S), bool.
+            columns: Columns whose logits are wanted, in any order, shape (C,), int64.
+
+        Returns:
+            Logits, shape (B, C, V), float32; 0 where there is padding.
+
+        Raises:
+            UsageError: The batch has another number of rows than before.
+            DoesNotFitError: A row becomes longer than the model's context.
+        """
+        is_new = not self._rows
+        if is_new:
+            self._rows = [Conversation(self.backend, self._spec) for _ in token_ids]
+            self._present = np.zeros((len(token_ids), 0), np.bool_)
+        self._check_rows(len(token_ids))
+        for row, here in zip(self._rows, present, strict=True):
+            row.reserve(int(here.sum()))  # before any row is read, so that a refusal changes none
+        logits = np.zeros((len(token_ids), len(columns), self._spec.vocab_size), np.float32)
+        order = np.argsort(columns)
+        read: dict[bytes, int] = {}
+        for index, (ids, here) in enumerate(zip(token_ids, present, strict=True)):
+            first = read.setdefault(ids.tobytes() + here.tobytes(), index)
+            if is_new and first != index:  # the same prompt again, as beam search has it
+                self._rows[index], logits[index] = self._rows[first].copy(), logits[first]
+                continue
+            found = order[here[columns[order]]]
+            kept = np.empty((len(found), self._spec.vocab_size), np.float32)
+            self._rows[index].read(ids[here], here.cumsum()[columns[found]] - 1, kept)
+            logits[index, found] = kept
+        self._present = np.concatenate([self._present, present], axis=1)
+        return logits
+
+    def _check_rows(self, count: int) -> None:
+        if len(self._rows) != count:
+            raise UsageError(
+                f"input_ids has {count} rows, but the cache {len(self._rows)}; give each batch its own cache"
+            )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - all layers have the same
+        """Returns the number of columns, padding included."""
+        return int(self._present.shape[1])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last columns.
+
+        Args:
+            tokens_to_remove: How many, negated, as transformers counts them.
+
+        Raises:
+            UsageError: It is positive, or there are fewer columns.
+        """
+        count = -tokens_to_remove
+        if not 0 <= count <= self.get_seq_length():
+            raise UsageError(
+                f"crop({tokens_to_remove}) of {self.get_seq_length()} columns; give how many to remove, negated"
+            )
+        kept = self.get_seq_length() - count
+        for row, dropped in zip(self._rows, self._present[:, kept:].sum(axis=1), strict=True):
+            row.forget(int(dropped))
+        self._present = self._present[:, :kept]
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self._rows, self._present = [], np.zeros((0, 0), np.bool_)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row i what row ``beam_idx[i]`` was."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows with these indices, or those where a mask is true."""
+        self._select(np.arange(len(self._rows))[indices.numpy()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        self._select([index for index in range(len(self._rows)) for _ in range(repeats)])
+
+    def _select(self, indices: Iterable[int]) -> None:
+        chosen, taken = list(indices), set[int]()
+        rows = []
+        for index in chosen:
+            # Copying is only for those that go on in more than one way.
+            rows.append(self._rows[index].copy() if index in taken else self._rows[index])
+            taken.add(index)
+        self._rows, self._present = rows, self._present[chosen]
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses keys and values of other models."""
+        raise UnsupportedError("this cache belongs to an EdgeModelForCausalLM; give other models a DynamicCache")
+
+    def __len__(self) -> int:
+        return len(self._spec.layers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={len(self._rows)}, columns={self.get_seq_length()})"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before there are any."""
+        return len(self._rows) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are rows."""
+        return bool(self._rows)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: torch compiles nothing here."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: what was dropped leaves no trace."""
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """False for every layer: windows are EdgeKit's own business."""
+        return [False] * len(self)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer."""
+        return [False] * len(self)
