@@ -22,7 +22,7 @@ test: $(VENV)/.dev model ## Run all tests
 lint: links ## Check style, formatting, the oldest Python and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/vermin --target=3.10- --violations --no-tips edgekit export runtime devices tests tools
+	$(BIN)/vermin --target=3.10- --violations --no-tips edgekit export runtime devices examples optimum tests tools
 	cd build/links && $(abspath $(BIN))/lint-imports --no-logo
 
 types: links ## Check types
