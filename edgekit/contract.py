@@ -46,6 +46,11 @@ def past_bias(group: int) -> str:
     return f"past_bias.{group}"
 
 
+def is_past(name: str) -> bool:
+    """Whether an input is a part of the cache."""
+    return name.startswith("past_key_values.")
+
+
 def past_key(layer: int) -> str:
     """Name of the cached keys of a layer."""
     return f"past_key_values.{layer}.key"

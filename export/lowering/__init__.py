@@ -14,9 +14,9 @@ import onnx_ir as ir
 from edgekit.bundle import GRAPH, GRAPH_DATA
 from edgekit.errors import StorageError, UnsupportedError, one_of
 from edgekit.export.lowering import ort_cpu
-from edgekit.export.lowering.blocks import LowerBlock, lower
+from edgekit.export.lowering.blocks import Target, lower
 
-TARGETS: Mapping[str, Mapping[str, LowerBlock]] = {"ort-cpu": ort_cpu.TABLE}
+TARGETS: Mapping[str, Target] = {"ort-cpu": ort_cpu.TARGET}
 
 
 def lower_graph(graph: Path, target: str, output: Path) -> None:

@@ -69,7 +69,7 @@ class Lowering:
         g: The graph being built.
         data: The data file being planned.
         merged: Results of concatenated projections, by the portable results that they hold.
-        query_scale: Factors that a query still wants, by the portable query.
+        output_scale: Factors that results of projections are to be multiplied by, by the portable result.
     """
 
     source: ir.Graph
@@ -77,7 +77,7 @@ class Lowering:
     g: GraphBuilder
     data: DataFile
     merged: dict[tuple[ir.Value | None, ...], ir.Value] = field(default_factory=dict)
-    query_scale: dict[ir.Value, float] = field(default_factory=dict)
+    output_scale: dict[ir.Value | None, float] = field(default_factory=dict)
     _once: dict[Hashable, ir.Value] = field(default_factory=dict)
     _weights: dict[str, tuple[ir.Value, ...]] = field(default_factory=dict)
     _values: dict[ir.Value, ir.Value] = field(default_factory=dict)
@@ -131,14 +131,29 @@ class Lowering:
 
 
 LowerBlock: TypeAlias = Callable[[Lowering, Block], None]
+Signature: TypeAlias = tuple[str, ir.DataType, list[int | str]]
+"""Name, type and shape of an input or output of a graph."""
 
 
-def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tuple[ir.Model, DataFile]:
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a graph is lowered for.
+
+    Attributes:
+        table: For each kind of block the function that emits its replacement.
+        input_signature: Gives the new graph's signature of an input of the portable one.
+    """
+
+    table: Mapping[str, LowerBlock]
+    input_signature: Callable[[Signature], Signature] = lambda signature: signature
+
+
+def lower(model: ir.Model, target: Target, location: str) -> tuple[ir.Model, DataFile]:
     """Rewrites a portable model for a target.
 
     Args:
         model: The portable model.
-        table: For each kind of block the function that emits its replacement.
+        target: What to rewrite it for.
         location: Name of the new data file.
 
     Returns:
@@ -151,7 +166,7 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
     g = GraphBuilder(source.name or "decoder")
     state = Lowering(source=source, blocks=read_blocks(source), g=g, data=DataFile(location))
     for value in source.inputs:
-        state[value] = g.input(*_signature(value))
+        state[value] = g.input(*target.input_signature(_signature(value)))
     done: set[str] = set()
     for node in source:
         name = node.metadata_props.get(BLOCK_ID)
@@ -160,12 +175,12 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
         elif name not in done:
             done.add(name)
             block = state.blocks[name]
-            if block.kind not in table:
+            if block.kind not in target.table:
                 raise UnsupportedError(
-                    f"block {one_of(block.kind, table)}; the bundle is newer: pip install -U edgekit"
+                    f"block {one_of(block.kind, target.table)}; the bundle is newer: pip install -U edgekit"
                 )
             with g.scope(name):
-                table[block.kind](state, block)
+                target.table[block.kind](state, block)
     order = {value.name: index for index, value in enumerate(source.outputs)}
     outputs = sorted(g.graph.outputs, key=lambda value: order[value.name])
     g.graph.outputs.clear()
@@ -175,15 +190,7 @@ def lower(model: ir.Model, table: Mapping[str, LowerBlock], location: str) -> tu
     return lowered, state.data
 
 
-def keep(state: Lowering, block: Block) -> None:
-    """Emits a block as the portable graph has it: for what a target has no better operator for."""
-    for node in state.source:
-        if node.metadata_props.get(BLOCK_ID) == block.name:
-            _copy(state, node)
-
-
-def _signature(value: ir.Value) -> tuple[str, ir.DataType, list[int | str]]:
-    """Returns the name, type and shape of an input or output of a graph."""
+def _signature(value: ir.Value) -> Signature:
     assert value.name is not None and value.dtype is not None and value.shape is not None
     return value.name, value.dtype, [size if isinstance(size, int) else str(size.value) for size in value.shape]
 

@@ -6,8 +6,8 @@ a Gemm; heads get their four dimensions back from the shape of input_ids. Per la
     SkipSimplifiedLayerNormalization          residual sum and norm in one
     MatMulNBits q|k|v                         int8 activations (accuracy level 4)
     Reshape, Transpose, Split, RotaryEmbedding, Split, Reshape, Transpose
-    FusedMatMul ×2, Concat, Add, Softmax, Split, MatMul ×2, Add
-    Reshape, Transpose, Reshape
+    Unsqueeze ×2, MatMul ×2, Concat, Add, Softmax, Split, MatMul ×2, Add
+    Transpose, Reshape
     MatMulNBits o
     SkipSimplifiedLayerNormalization
     MatMulNBits gate|up, Split, QuickGelu (α = 1 is SiLU), Mul
@@ -15,6 +15,9 @@ a Gemm; heads get their four dimensions back from the shape of input_ids. Per la
 
 and for affine blocks, before each of the four matrices, MatMul (block sums) and after it Gemm (+ offsets).
 Projections that read the same activation and are stored alike are concatenated into one matrix.
+
+The cache has one more axis than in the portable graph, past_key_values.{l}.key [B, KV, 1, dk, C] and .value
+[B, KV, 1, C, dv], along which the query heads of a group are broadcast.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekit import contract
-from edgekit.export.graph.attention import scaled
+from edgekit.export.graph.attention import scaled, softcap
 from edgekit.export.graph.mlp import activate
-from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, keep
-from edgekit.export.lowering.packing import dimension, packed, vectors, widened
+from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, Signature, Target
+from edgekit.export.lowering.packing import PackedMatrix, dimension, packed, vectors, widened
 from edgekit.spec import Activation
 
 FLOAT = ir.DataType.FLOAT.value
@@ -85,26 +88,37 @@ def _linear(state: Lowering, block: Block) -> None:
     """
     g, group = state.g, _siblings(state, block)
     matrices = [[part for part in member.inputs[2:] if part is not None] for member in group]
+    factors = [_output_scale(state, member.outputs[0]) for member in group]
     biases = [member.inputs[1] for member in group if member.inputs[1] is not None]
-    bias = vectors(state, biases) if biases else None
+    bias = vectors(state, biases, factors) if biases else None
     assert block.inputs[0] is not None
     x, rows = state[block.inputs[0]], [int(member.attributes["rows"]) for member in group]
     if block.attributes["precision"] in ("fp32", "fp16"):
-        weight = widened(state, matrices)
+        weight = widened(state, matrices, factors)
         y = g.op("MatMul", x, weight) if bias is None else g.op("Gemm", x, weight, bias)
     else:
-        y = _matmul_nbits(state, block, matrices, x, bias)
+        size = int(block.attributes["block_size"])
+        y = _matmul_nbits(state, block, packed(state, matrices, size, factors), x, bias)
     state.merged[tuple(member.outputs[0] for member in group)] = y
     parts = [y] if len(group) == 1 else g.ops("Split", [y, g.ints(*rows)], len(rows), {"axis": -1})
     for member, part in zip(group, parts, strict=True):
         state[member.outputs[0]] = part
 
 
-def _matmul_nbits(
-    state: Lowering, block: Block, matrices: list[list[ir.Value]], x: ir.Value, bias: ir.Value | None
-) -> ir.Value:
+def _output_scale(state: Lowering, result: ir.Value) -> float:
+    """What a projection's result is to be multiplied by: the scale of the scores for a query that is not normalized."""
+    if not state.output_scale:
+        blocks = state.blocks.values()
+        results = {block.outputs[0] for block in blocks if block.kind == "linear"}
+        heads = [block for block in blocks if block.kind == "heads" and block.inputs[5] is None]
+        state.output_scale = {
+            block.inputs[0]: block.attributes["scale"] for block in heads if block.inputs[0] in results
+        }
+    return state.output_scale.get(result, 1.0)
+
+
+def _matmul_nbits(state: Lowering, block: Block, matrix: PackedMatrix, x: ir.Value, bias: ir.Value | None) -> ir.Value:
     g, columns, size = state.g, int(block.attributes["columns"]), int(block.attributes["block_size"])
-    matrix = packed(state, matrices, size)
     attributes = {
         "K": columns,
         "N": dimension(matrix.codes, 0),
@@ -169,10 +183,12 @@ def _heads(state: Lowering, block: Block) -> None:
 
     q|k|v [T, (H + 2·KV)·d] ─▶ [B, S, H + 2·KV, d] ─▶ Transpose ─▶ Split ─┬─▶ q|k ─▶ RotaryEmbedding ─▶ Split
                                                                           └─▶ new_value [B, KV, S, d]
-    Queries and keys that are normalized first are split first, since each has a weight of its own.
+    Queries and keys that are normalized first are split first, since each has a weight of its own. The scale of the
+    scores is in the weights of what makes the queries: their projection, or their norm.
     """
     g, a = state.g, block.attributes
     query, key, value, _, _, query_norm, key_norm = block.inputs
+    assert query is not None and key is not None and value is not None
     num_heads, kv, width = a["num_heads"], a["num_kv_heads"], a["key_dim"]
     merged = state.merged.get((query, key, value)) if width == a["value_dim"] else None
     rows = None if merged is None else _to_heads(state, merged, num_heads + 2 * kv, width)
@@ -183,15 +199,15 @@ def _heads(state: Lowering, block: Block) -> None:
         if rows is not None:
             q, k, new_value = g.ops("Split", [rows, g.ints(num_heads, kv, kv)], 3, {"axis": 1})
         else:
-            assert query is not None and key is not None and value is not None
             q, k = _to_heads(state, state[query], num_heads, width), _to_heads(state, state[key], kv, width)
             new_value = _to_heads(state, state[value], kv, a["value_dim"])
-        q = _rotate(state, block, _head_norm(state, block, q, query_norm))
-        k = _rotate(state, block, _head_norm(state, block, k, key_norm))
-    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, -1, width))
+        q = _rotate(state, block, _head_norm(state, block, q, query_norm, a["scale"]))
+        k = _rotate(state, block, _head_norm(state, block, k, key_norm, 1.0))
+    if query_norm is None and query not in state.output_scale:
+        q = scaled(g, q, a["scale"])
+    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, num_heads // kv, -1, width))
     state[block.outputs[1]] = g.op("Transpose", k, attributes={"perm": [0, 1, 3, 2]})
     state[block.outputs[2]] = new_value
-    state.query_scale[block.outputs[0]] = a["scale"]
 
 
 def _to_heads(state: Lowering, x: ir.Value, heads: int, width: int) -> ir.Value:
@@ -199,11 +215,11 @@ def _to_heads(state: Lowering, x: ir.Value, heads: int, width: int) -> ir.Value:
     return state.g.op("Transpose", rows, attributes={"perm": [0, 2, 1, 3]})
 
 
-def _head_norm(state: Lowering, block: Block, rows: ir.Value, weight: ir.Value | None) -> ir.Value:
+def _head_norm(state: Lowering, block: Block, rows: ir.Value, weight: ir.Value | None, factor: float) -> ir.Value:
     if weight is None:
         return rows
     attributes = {"axis": -1, "epsilon": block.attributes["epsilon"]}
-    return state.g.op("SimplifiedLayerNormalization", rows, vectors(state, [weight]), attributes=attributes)
+    return state.g.op("SimplifiedLayerNormalization", rows, vectors(state, [weight], [factor]), attributes=attributes)
 
 
 def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
@@ -219,25 +235,48 @@ def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
     return state.g.op(f"{MS}RotaryEmbedding", x, indices, state[cos], state[sin], attributes=attributes)
 
 
+def _attention_bias(state: Lowering, block: Block) -> None:
+    """[B, 1, 1 or S, C] and [B, 1, S, S] ─▶ [B, 1, 1, S, C + S]: the same for all heads, whatever their grouping."""
+    g, (past_bias, new_bias) = state.g, state.operands(block)
+    bias, lengths = block.outputs
+
+    def build() -> ir.Value:
+        rows = g.op("Shape", state[new_bias], attributes={"start": 0, "end": 3})
+        past = g.op("Expand", state[past_bias], g.op("Concat", rows, g.ints(1), attributes={"axis": 0}))
+        return g.op("Unsqueeze", g.op("Concat", past, state[new_bias], attributes={"axis": 3}), g.ints(2))
+
+    def build_lengths() -> ir.Value:
+        axis = {"start": 3, "end": 4}
+        sizes = (g.op("Shape", state[part], attributes=axis) for part in (past_bias, new_bias))
+        return g.op("Concat", *sizes, attributes={"axis": 0})
+
+    state[bias] = state.once(("attention bias", past_bias, new_bias), build)
+    state[lengths] = state.once(("attention lengths", past_bias, new_bias), build_lengths)
+
+
 def _attention(state: Lowering, block: Block) -> None:
-    """As the portable block, with the scale of the scores folded into the two products."""
-    g, operands, cap = state.g, state.operands(block), block.attributes["softcap"]
+    """As the portable block, with one product per query head.
+
+    A product of S rows with all of a head's past is S times the cache read from front to back. Folded into one product
+    of G·S rows, as the portable graph has it, ONNX Runtime first copies the cache into another layout, which takes
+    longer than reading it G times: a head's past stays in the core's own cache.
+
+    q [B, KV, G, S, dk] · past_key [B, KV, 1, dk, C] ─▶ … ─▶ [B, KV, G, S, dv]
+    """
+    g, operands = state.g, state.operands(block)
     query, key, value, past_key, past_value, bias, lengths = (state[operand] for operand in operands)
-    scale = {"alpha": state.query_scale[operands[0]] / (cap or 1.0)}
-    products = [g.op(f"{MS}FusedMatMul", query, keys, attributes=scale) for keys in (past_key, key)]
-    scores = g.op("Concat", *products, attributes={"axis": -1})
-    if cap is not None:
-        scores = scaled(g, g.op("Tanh", scores), cap)
-    biased = g.op("Add", scores, bias)
-    past, new = g.ops("Split", [g.op("Softmax", biased, attributes={"axis": -1}), lengths], 2, {"axis": -1})
+    key, value = (g.op("Unsqueeze", part, g.ints(2)) for part in (key, value))
+    products = [g.op("MatMul", query, keys) for keys in (past_key, key)]
+    scores = softcap(g, g.op("Concat", *products, attributes={"axis": -1}), block.attributes["softcap"])
+    probabilities = g.op("Softmax", g.op("Add", scores, bias), attributes={"axis": -1})
+    past, new = g.ops("Split", [probabilities, lengths], 2, {"axis": -1})
     state[block.outputs[0]] = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, value))
 
 
 def _join_heads(state: Lowering, block: Block) -> None:
     g, (context,) = state.g, state.operands(block)
     heads, width = block.attributes["num_heads"], block.attributes["value_dim"]
-    split = g.op("Reshape", state[context], g.ints(0, heads, -1, width))
-    tokens = g.op("Transpose", split, attributes={"perm": [0, 2, 1, 3]})
+    tokens = g.op("Transpose", state[context], attributes={"perm": [0, 3, 1, 2, 4]})
     state[block.outputs[0]] = g.op("Reshape", tokens, g.ints(-1, heads * width))
 
 
@@ -275,14 +314,20 @@ def _logits(state: Lowering, block: Block) -> None:
     state[block.outputs[0]] = g.op("Reshape", state[x], shape)
 
 
-TABLE: Mapping[str, LowerBlock] = {
+def _input_signature(signature: Signature) -> Signature:
+    """Adds the cache's axis of query heads; see the module's docstring."""
+    name, dtype, shape = signature
+    return (name, dtype, [*shape[:2], 1, *shape[2:]]) if contract.is_past(name) else signature
+
+
+_TABLE: Mapping[str, LowerBlock] = {
     "embedding": _embedding,
     "rms_norm": _norm,
     "layer_norm": _norm,
     "linear": _linear,
     "rope_table": _rope_table,
     "heads": _heads,
-    "attention_bias": keep,
+    "attention_bias": _attention_bias,
     "attention": _attention,
     "join_heads": _join_heads,
     "gated_activation": _gated_activation,
@@ -290,3 +335,5 @@ TABLE: Mapping[str, LowerBlock] = {
     "select_rows": _select_rows,
     "logits": _logits,
 }
+
+TARGET = Target(table=_TABLE, input_signature=_input_signature)

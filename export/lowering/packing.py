@@ -37,13 +37,16 @@ class PackedMatrix:
     offset: ir.Value | None
 
 
-def packed(state: Lowering, matrices: Sequence[StoredParts], block_size: int) -> PackedMatrix:
+def packed(
+    state: Lowering, matrices: Sequence[StoredParts], block_size: int, factors: Sequence[float] | None = None
+) -> PackedMatrix:
     """Packs the codes of one or more quantized matrices; the same matrices are packed once.
 
     Args:
         state: The lowering.
         matrices: The (codes, scale[, offset]) of each matrix; all of one format and one K.
         block_size: Inputs that share a scale.
+        factors: What each matrix is multiplied by; 1 when None.
     """
     first, bits = matrices[0][0], 4 if matrices[0][0].dtype == ir.DataType.INT4 else 8
     rows = sum(dimension(parts[0], -1) for parts in matrices)
@@ -58,28 +61,37 @@ def packed(state: Lowering, matrices: Sequence[StoredParts], block_size: int) ->
 
     def load() -> list[npt.NDArray[np.generic]]:
         codes = np.concatenate([_packed_codes(parts[0], block_size, bits) for parts in matrices])
-        scale = np.concatenate([_floats(parts[1]).T for parts in matrices])
-        offset = [np.concatenate([_floats(parts[2]) for parts in matrices], axis=1)] if len(shapes) == 3 else []
-        return [codes, scale, *offset]
+        scale = np.concatenate(_scaled([parts[1] for parts in matrices], factors), axis=1).T
+        if len(shapes) == 2:
+            return [codes, scale]
+        return [codes, scale, np.concatenate(_scaled([parts[2] for parts in matrices], factors), axis=1)]
 
     codes, scale, *offset = state.weights(name, shapes, load)
     return PackedMatrix(codes=codes, scale=scale, offset=offset[0] if offset else None)
 
 
-def widened(state: Lowering, matrices: Sequence[StoredParts]) -> ir.Value:
-    """Concatenates fp32 or fp16 matrices [K, N] along N as fp32."""
-    columns = sum(dimension(parts[0], -1) for parts in matrices)
-    name = _name([parts[0] for parts in matrices])
-    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (dimension(matrices[0][0], 0), columns))]
-    return state.weights(name, whole, lambda: [np.concatenate([_floats(parts[0]) for parts in matrices], axis=1)])[0]
+def widened(state: Lowering, matrices: Sequence[StoredParts], factors: Sequence[float] | None = None) -> ir.Value:
+    """Concatenates fp32 or fp16 matrices [K, N], each times its factor, along N as fp32."""
+    values = [parts[0] for parts in matrices]
+    name, columns = _name(values), sum(dimension(value, -1) for value in values)
+    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (dimension(values[0], 0), columns))]
+    return state.weights(name, whole, lambda: [np.concatenate(_scaled(values, factors), axis=1)])[0]
 
 
-def vectors(state: Lowering, values: Sequence[ir.Value]) -> ir.Value:
-    """Concatenates fp32 vectors."""
+def vectors(state: Lowering, values: Sequence[ir.Value], factors: Sequence[float] | None = None) -> ir.Value:
+    """Concatenates fp32 vectors, each times its factor."""
     name = _name(values)
     length = sum(dimension(value, -1) for value in values)
-    load = lambda: [np.concatenate([_floats(value) for value in values])]  # noqa: E731 - a name would say no more
-    return state.weights(name, [(f"{name}.fp32", ir.DataType.FLOAT, (length,))], load)[0]
+    whole = [(f"{name}.fp32", ir.DataType.FLOAT, (length,))]
+    return state.weights(name, whole, lambda: [np.concatenate(_scaled(values, factors))])[0]
+
+
+def _scaled(values: Sequence[ir.Value], factors: Sequence[float] | None) -> list[npt.NDArray[np.float32]]:
+    """Reads weights as float32, each times its factor."""
+    return [
+        _read(value).astype(np.float32) * np.float32(factor)
+        for value, factor in zip(values, factors or [1.0] * len(values), strict=True)
+    ]
 
 
 def _packed_codes(value: ir.Value, block_size: int, bits: int) -> npt.NDArray[np.uint8]:
@@ -89,10 +101,6 @@ def _packed_codes(value: ir.Value, block_size: int, bits: int) -> npt.NDArray[np
         codes &= np.uint8(0x0F)
         codes = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
     return codes.reshape(codes.shape[0], -1, block_size * bits // 8)
-
-
-def _floats(value: ir.Value) -> npt.NDArray[np.float32]:
-    return _read(value).astype(np.float32)
 
 
 def _read(value: ir.Value) -> npt.NDArray[Any]:

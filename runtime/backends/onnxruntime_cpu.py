@@ -6,6 +6,7 @@ for a decode step nothing is allocated, converted or copied between two calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Pa
     shared += [contract.past_bias(group) for group in range(len(spec.cache_groups()))]
     shared += [contract.SEQUENCE_LENGTH] if spec.depends_on_length else []
     found = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
+    found |= {name: (*shape[:2], *shape[3:]) for name, shape in found.items() if _has_head_axis(name, shape)}
     differing = set(found) ^ {*expected, *shared}
     for name, shape in expected.items():
         sizes = found.get(name, ())
@@ -85,6 +87,11 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Pa
             f"{str(graph)!r} is not the graph of the bundle's spec: they differ in {sorted(differing)[0]!r}; export or "
             "copy the bundle again"
         )
+
+
+def _has_head_axis(name: str, shape: Sequence[object]) -> bool:
+    """Whether a part of the cache has the axis of size 1 that the lowered graph broadcasts query heads along."""
+    return contract.is_past(name) and len(shape) == 5 and shape[2] == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +121,7 @@ class OnnxRuntimeRunner:
         self._session = session
         self._spec = spec
         self._groups = spec.cache_groups()
+        self._head_axis = any(_has_head_axis(value.name, value.shape) for value in session.get_inputs())
         self._cache = cache
         self._bindings: dict[tuple[int, int], _Binding] = {}
 
@@ -175,15 +183,16 @@ class OnnxRuntimeRunner:
             _bind_input(io, contract.past_bias(index), bias)
         _bind_output(io, contract.LOGITS, binding.outputs.logits[None])
         for past, new in zip(cache.stacks, binding.outputs.stacks, strict=True):
-            _bind_layers(io, past, new)
+            _bind_layers(io, past, new, head_axis=self._head_axis)
         return binding
 
 
-def _bind_layers(io: ort.IOBinding, past: LayerStack, new: LayerStack) -> None:
+def _bind_layers(io: ort.IOBinding, past: LayerStack, new: LayerStack, *, head_axis: bool) -> None:
     for index, layer in enumerate(past.layers):
         one = slice(index, index + 1)
-        _bind_input(io, contract.past_key(layer), past.keys[one])
-        _bind_input(io, contract.past_value(layer), past.values[one])
+        keys, values = past.keys[one], past.values[one]
+        _bind_input(io, contract.past_key(layer), keys[:, :, None] if head_axis else keys)
+        _bind_input(io, contract.past_value(layer), values[:, :, None] if head_axis else values)
         _bind_output(io, contract.new_key(layer), new.keys[one])
         _bind_output(io, contract.new_value(layer), new.values[one])
 

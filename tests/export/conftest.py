@@ -96,7 +96,7 @@ class GraphModel:
             ):
                 shape = (*array.shape[:axis], empty_slots, *array.shape[axis + 1 :])
                 rubbish = np.full(shape, 7.0, np.float32)
-                feeds[name] = np.concatenate([rubbish, array], axis=axis)
+                feeds[name] = self._as_declared(name, np.concatenate([rubbish, array], axis=axis))
             names += [contract.new_key(layer), contract.new_value(layer)]
         logits, *new = self.session.run(names, feeds)
         kept = np.arange(count) if keep is None else keep
@@ -105,6 +105,11 @@ class GraphModel:
             for index, (old, fresh) in enumerate(zip(self.cache, new, strict=True))
         ]
         return np.asarray(logits, np.float32)
+
+    def _as_declared(self, name: str, array: FloatArray) -> FloatArray:
+        """Gives a part of the cache the axis for query heads that the lowered graph wants."""
+        rank = next(len(value.shape) for value in self.session.get_inputs() if value.name == name)
+        return array[:, :, None] if rank == 5 else array
 
     def _past_bias(
         self, positions: npt.NDArray[np.int64], past: int, empty_slots: int, window: int | None
