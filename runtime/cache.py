@@ -12,6 +12,8 @@ assignments and not with two per layer:
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,6 +29,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 SlotArray: TypeAlias = npt.NDArray[np.int64]
 
 BUCKET_TOKENS = 128
+# Arrays from this size on are not held twice while they are moved.
+LARGE_BYTES = 32 << 20
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +101,13 @@ class CacheArrays:
 class KVCache:
     """Cache of one conversation.
 
-    An operation that is interrupted, be it by a signal between two instructions, loses no token that was there:
-    `truncate` to any length up to `length` brings everything back in line.
+    An operation that is interrupted, be it by a signal between two instructions, loses no token that was there, or,
+    when it moves large arrays, all of them and never some: `truncate` to any length up to `length` brings everything
+    back in line.
 
     Attributes:
         max_positions: The model's context, tokens.
-        arrays: Replaced as a whole when the capacity grows.
+        arrays: Replaced as a whole when the capacity changes.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -150,8 +156,8 @@ class KVCache:
         positions[self._slots] = np.arange(self.length)
         return window_bias(position_ids, positions, window)
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for this many more tokens.
+    def check_room(self, tokens: int) -> None:
+        """Refuses more tokens than the context has room for.
 
         Raises:
             DoesNotFitError: The model was not trained on that many positions.
@@ -162,8 +168,27 @@ class KVCache:
                 f"{wanted} tokens are more than the model's context of {self.max_positions}; shorten the prompt or "
                 "start a new conversation"
             )
-        if wanted > self.capacity:
-            self._grow(wanted)
+
+    def reserve(self, tokens: int, *, following: int = 0) -> None:
+        """Makes room for this many more tokens.
+
+        Args:
+            tokens: What is needed now.
+            following: What will be needed after that, as far as it is known: the rest of a prompt.
+
+        Raises:
+            DoesNotFitError: They are more than the model's context has room for.
+        """
+        self.check_room(tokens + following)
+        wanted, held = self.length + tokens, self.capacity
+        if wanted <= held:
+            return
+        # The cost of a step follows the capacity, so a prompt does not get all of its slots at once; growing by a share
+        # keeps the copying a constant share of the work. The answer's first tokens should not move a prompt again.
+        room = BUCKET_TOKENS // 2
+        ahead = min(wanted + following + room, held + held // 2) if following else held + held // 8
+        buckets = -(-max(wanted + room, ahead) // BUCKET_TOKENS)
+        self._resize(min(buckets * BUCKET_TOKENS, self.max_positions))
 
     def append(self, new: Sequence[LayerStack], rows: Sequence[int]) -> None:
         """Keeps rows of a step's new keys and values, in this order.
@@ -185,28 +210,47 @@ class KVCache:
         self._slots = np.concatenate([self._slots, slots])
 
     def truncate(self, length: int) -> None:
-        """Forgets all tokens but the first `length`."""
+        """Forgets all tokens but the first `length`; of much room that is left, most is given back."""
         self._slots = self._slots[:length]
         # Derived anew from the map, so that an append that was interrupted half-way leaves no trace.
         self.past_bias[:] = MASKED
         self.past_bias[..., self._slots] = 0.0
+        needed = int(self._slots.max(initial=-1)) + 1
+        smaller = -(-max(needed, 1) // BUCKET_TOKENS) * BUCKET_TOKENS
+        if self.capacity >= 8 * BUCKET_TOKENS and smaller <= self.capacity // 2:
+            self._resize(smaller)
 
-    def _grow(self, wanted: int) -> None:
-        # Growing by an eighth keeps the copying a constant share of the work, and the unused slots few: the cost of a
-        # step follows the capacity. A prompt is followed by an answer, whose first tokens should not move it again.
-        held = self.capacity
-        buckets = -(-max(wanted + BUCKET_TOKENS // 2, held + held // 8) // BUCKET_TOKENS)
-        capacity = min(buckets * BUCKET_TOKENS, self.max_positions)
-        grown = []
+    def _resize(self, capacity: int) -> None:
+        """Moves everything to arrays of another capacity, which holds all live slots."""
+        slots, count, is_large = self._slots, min(self.capacity, capacity), self.size_bytes >= LARGE_BYTES
+        if is_large:
+            self._slots = slots[:0]  # until all is moved, for an interruption to leave nothing that is half there
+        moved = []
         for stack in self.stacks:
-            larger = stack.empty(capacity)
-            larger.keys[..., :held] = stack.keys
-            larger.values[:, :, :held] = stack.values
-            grown.append(larger)
+            fresh = stack.empty(capacity)
+            for keys, values, new_keys, new_values in zip(
+                stack.keys, stack.values, fresh.keys, fresh.values, strict=True
+            ):
+                new_keys[..., :count] = keys[..., :count]
+                new_values[:, :count] = values[:, :count]
+                if is_large:
+                    _give_back(keys)
+                    _give_back(values)
+            moved.append(fresh)
         past_bias = _all_masked(capacity)
-        past_bias[..., :held] = self.past_bias
+        past_bias[..., slots] = 0.0
         # In one assignment, for no interruption to leave arrays of two capacities.
-        self.arrays = CacheArrays(stacks=tuple(grown), past_bias=past_bias)
+        self.arrays = CacheArrays(stacks=tuple(moved), past_bias=past_bias)
+        self._slots = slots
+
+
+def _give_back(array: FloatArray) -> None:
+    """Lets the system have the pages of a contiguous array, whose contents are lost."""
+    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        # What it returns does not matter: pages that stay are freed with the array.
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _all_masked(capacity: int) -> FloatArray:

@@ -115,7 +115,6 @@ def _window_loss(runner: StepRunner, cache: KVCache, window: npt.NDArray[np.int6
     total = 0.0
     for start in range(0, len(window), CHUNK_TOKENS):
         chunk, following = window[start : start + CHUNK_TOKENS], window[start + 1 : start + CHUNK_TOKENS + 1]
-        cache.reserve(len(chunk))
         outputs = runner.step(causal_step(chunk, start, np.arange(len(chunk)), len(window)))
         cache.append(outputs.stacks, range(len(chunk)))
         total += _loss(outputs.logits[: len(following)], following)

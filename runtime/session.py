@@ -15,7 +15,8 @@ from edgekit.runtime.step import Backend, causal_step
 from edgekit.runtime.strategies.base import Strategy, accept
 from edgekit.spec import DecoderSpec
 
-PREFILL_CHUNK_TOKENS = 256
+# Matrix products gain nothing from larger chunks, and the attention scores of a chunk take memory.
+PREFILL_CHUNK_TOKENS = 128
 
 
 class Session:
@@ -143,7 +144,7 @@ class Session:
         self._forget(shared)
         self._rope_range = self.spec.rope_range(sequence_length)
         pending = np.array(prompt[shared:], np.int64)
-        self._cache.reserve(len(pending))
+        self._cache.check_room(len(pending))
         logits = None
         for start in range(0, len(pending), PREFILL_CHUNK_TOKENS):
             if self._cancelled:
@@ -151,6 +152,7 @@ class Session:
             chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
             last = np.array([len(chunk) - 1])
             outputs = self._runner.step(causal_step(chunk, self._cache.length, last, sequence_length))
+            self._cache.reserve(len(chunk), following=len(pending) - start - len(chunk))
             self._cache.append(outputs.stacks, range(len(chunk)))
             self._token_ids += chunk.tolist()
             logits = outputs.logits[0]

@@ -52,13 +52,13 @@ class Conversation:
         """Tokens so far."""
         return self._cache.length
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for this many more tokens.
+    def check_room(self, tokens: int) -> None:
+        """Refuses more tokens than the context has room for.
 
         Raises:
             DoesNotFitError: The row would become longer than the model's context.
         """
-        self._cache.reserve(tokens)
+        self._cache.check_room(tokens)
 
     def read(self, token_ids: Tokens, wanted: Tokens, logits: npt.NDArray[np.float32]) -> None:
         """Appends tokens.
@@ -83,6 +83,7 @@ class Conversation:
             # The graph wants to be asked for one row at least.
             rows = wanted[here] - start if here.any() else np.array([len(chunk) - 1])
             outputs = self._runner.step(causal_step(chunk, self.length, rows, end))
+            self._cache.reserve(len(chunk), following=len(token_ids) - start - len(chunk))
             self._cache.append(outputs.stacks, range(len(chunk)))
             self._token_ids = np.concatenate([self._token_ids, chunk])
             if here.any():
@@ -163,7 +164,7 @@ class ConversationCache(Cache):
             self._present = np.zeros((len(token_ids), 0), np.bool_)
         self._check_rows(len(token_ids))
         for row, here in zip(self._rows, present, strict=True):
-            row.reserve(int(here.sum()))  # before any row is read, so that a refusal changes none
+            row.check_room(int(here.sum()))  # before any row is read, so that a refusal changes none
         logits = np.zeros((len(token_ids), len(columns), self._spec.vocab_size), np.float32)
         order = np.argsort(columns)
         read: dict[bytes, int] = {}

@@ -64,7 +64,7 @@ def test_a_prompt_of_several_chunks_and_buckets_is_read_right(watched: Any, gree
     prompt = _prompt(600)
     conversation = _session(watched, max_positions=1024)
     assert _take(conversation, prompt, 5) == greedy("llama", prompt, 5)
-    assert [len(each.token_ids) for each in watched.steps] == [256, 256, 88, 1, 1, 1, 1]
+    assert [len(each.token_ids) for each in watched.steps] == [128, 128, 128, 128, 88, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 3, CONTEXT])
