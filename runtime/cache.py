@@ -172,22 +172,25 @@ class KVCache:
     def reserve(self, tokens: int, *, following: int = 0) -> None:
         """Makes room for this many more tokens.
 
+        The cost of a step follows the capacity, so a prompt does not get all of its slots at once. Growing by a share keeps
+        the copying a constant share of the work; an empty cache has nothing to copy, and grows as soon as it may.
+
         Args:
             tokens: What is needed now.
-            following: What will be needed after that, as far as it is known: the rest of a prompt.
+            following: What will be needed after that, as far as it is known, such as the rest of a prompt.
 
         Raises:
-            DoesNotFitError: They are more than the model's context has room for.
+            DoesNotFitError: The context has no room for `tokens`.
         """
-        self.check_room(tokens + following)
+        self.check_room(tokens)
         wanted, held = self.length + tokens, self.capacity
-        if wanted <= held:
+        total = min(wanted + following, self.max_positions)
+        if total <= held or (wanted <= held and self.length > 0):
             return
-        # The cost of a step follows the capacity, so a prompt does not get all of its slots at once; growing by a share
-        # keeps the copying a constant share of the work. The answer's first tokens should not move a prompt again.
-        room = BUCKET_TOKENS // 2
-        ahead = min(wanted + following + room, held + held // 2) if following else held + held // 8
-        buckets = -(-max(wanted + room, ahead) // BUCKET_TOKENS)
+        ahead = held + held // 8
+        if following:
+            ahead = total if total <= 2 * held else held + held // 2
+        buckets = -(-max(wanted, ahead) // BUCKET_TOKENS)
         self._resize(min(buckets * BUCKET_TOKENS, self.max_positions))
 
     def append(self, new: Sequence[LayerStack], rows: Sequence[int]) -> None:
@@ -259,6 +262,8 @@ def _all_masked(capacity: int) -> FloatArray:
 
 def _as_slice(indices: SlotArray) -> slice | SlotArray:
     """Returns a slice for consecutive indices, which numpy copies several times faster."""
+    if len(indices) == 1:
+        return slice(int(indices[0]), int(indices[0]) + 1)
     if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all()):
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return indices

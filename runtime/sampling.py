@@ -169,10 +169,10 @@ class Sampler:
         Raises:
             EdgeKitError: The logits have a NaN or no finite value.
         """
-        logits = self._usable(logits)
+        logits, likeliest = self._usable(logits)
         scores = self._penalized(logits, history)
         if self._params.temperature == 0:
-            token_id = int(np.argmax(scores))
+            token_id = likeliest if scores is logits else int(np.argmax(scores))
         else:
             ids, weights = self._candidates(scores)
             token_id = int(ids[self._draw(weights)])
@@ -194,7 +194,7 @@ class Sampler:
             EdgeKitError: The logits have a NaN or no finite value.
         """
         distribution = np.zeros(logits.shape[0], dtype=np.float64)
-        scores = self._penalized(self._usable(logits), history)
+        scores = self._penalized(self._usable(logits)[0], history)
         if self._params.temperature == 0:
             distribution[np.argmax(scores)] = 1.0
         else:
@@ -202,15 +202,17 @@ class Sampler:
             distribution[ids] = weights / weights.sum()
         return distribution
 
-    def _usable(self, logits: Logits) -> Logits:
+    def _usable(self, logits: Logits) -> tuple[Logits, int]:
+        """Returns the logits of tokens, and the likeliest one."""
         logits = logits[: self._vocab_size]
-        best = logits[np.argmax(logits)]  # argmax stops at a NaN, so one pass finds every fault
+        likeliest = int(np.argmax(logits))  # argmax stops at a NaN, so one pass finds every fault
+        best = logits[likeliest]
         if not np.isfinite(best):
             raise EdgeKitError(
                 f"the model returned logits whose largest value is {best}, so no token can be chosen; "
                 "its activations overflowed: run it at a higher precision"
             )
-        return logits
+        return logits, likeliest
 
     def _penalized(self, logits: Logits, history: History) -> Logits:
         penalty = self._params.repetition_penalty

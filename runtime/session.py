@@ -17,6 +17,8 @@ from edgekit.spec import DecoderSpec
 
 # Matrix products gain nothing from larger chunks, and the attention scores of a chunk take memory.
 PREFILL_CHUNK_TOKENS = 128
+# Room that a prompt leaves in the cache, for the first tokens of an answer not to move all that was read.
+ANSWER_TOKENS = 64
 
 
 class Session:
@@ -45,6 +47,7 @@ class Session:
         self._strategy = strategy
         self._token_ids: list[int] = []
         self._rope_range = 0
+        self._has_rope_ranges = spec.rope_range(spec.max_positions) > 0
         self._cancelled = False
 
     @property
@@ -97,7 +100,7 @@ class Session:
             draft = self._strategy.propose(token_ids)
             self._cache.reserve(1)
             inputs = draft.step_inputs(self._cache.length)
-            if self.spec.rope_range(inputs.sequence_length) != self._rope_range:
+            if self._has_rope_ranges and self.spec.rope_range(inputs.sequence_length) != self._rope_range:
                 self._prefill(token_ids[:-1], inputs.sequence_length)
                 continue
             outputs = self._runner.step(inputs)
@@ -152,7 +155,7 @@ class Session:
             chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
             last = np.array([len(chunk) - 1])
             outputs = self._runner.step(causal_step(chunk, self._cache.length, last, sequence_length))
-            self._cache.reserve(len(chunk), following=len(pending) - start - len(chunk))
+            self._cache.reserve(len(chunk), following=len(pending) - start - len(chunk) + ANSWER_TOKENS)
             self._cache.append(outputs.stacks, range(len(chunk)))
             self._token_ids += chunk.tolist()
             logits = outputs.logits[0]

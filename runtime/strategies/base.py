@@ -84,14 +84,13 @@ def accept(draft: Draft, logits: npt.NDArray[np.float32], sampler: Sampler, toke
         sampler: Draws the tokens.
         token_ids: The conversation so far, ending in the root's token.
     """
-    history = list(token_ids)
     nodes, tokens = [0], []
     while True:
-        drawn = sampler.sample(logits[nodes[-1]], history)
+        drawn = sampler.sample(logits[nodes[-1]], token_ids)
         tokens.append(drawn)
-        history.append(drawn.token_id)
         children = (node for node, parent in enumerate(draft.parents) if parent == nodes[-1])
         agreeing = next((node for node in children if draft.token_ids[node] == drawn.token_id), None)
         if agreeing is None:
             return Accepted(nodes=nodes, tokens=tokens)
         nodes.append(agreeing)
+        token_ids = [*token_ids, drawn.token_id]

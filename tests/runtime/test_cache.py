@@ -195,13 +195,21 @@ def test_a_prompt_of_known_length_gets_its_slots_in_ever_larger_steps_and_no_mor
     spec = _spec(UNIFORM, max_positions=5000)
     cache, seen = KVCache(spec), []
     for start in range(0, 4096, 128):
-        cache.reserve(128, following=4096 - start - 128)
+        cache.reserve(128, following=4160 - start - 128)
         cache.append(_step(spec, list(range(start, start + 128))), range(128))
         seen.append(cache.capacity)
-    assert sorted(set(seen)) == [128, 384, 640, 1024, 1536, 2304, 3456, 4224]
+    assert sorted(set(seen)) == [256, 384, 640, 1024, 1536, 2304, 4224]
     assert _held(cache) == list(range(4096))
+    cache.reserve(1, following=1000)
+    assert cache.capacity == 4224, "nothing is moved before it must be"
     with pytest.raises(DoesNotFitError, match="5001 tokens are more than the model's context of 5000"):
-        cache.reserve(1, following=904)
+        cache.reserve(905)
+
+
+def test_an_empty_cache_makes_room_for_an_answer_at_once() -> None:
+    cache = KVCache(_spec(UNIFORM, max_positions=5000))
+    cache.reserve(128, following=64)
+    assert cache.capacity == 256
 
 
 @pytest.mark.parametrize("large_bytes", [0, 1 << 40])
