@@ -172,8 +172,8 @@ class KVCache:
     def reserve(self, tokens: int, *, following: int = 0) -> None:
         """Makes room for this many more tokens.
 
-        The cost of a step follows the capacity, so a prompt does not get all of its slots at once. Growing by a share keeps
-        the copying a constant share of the work; an empty cache has nothing to copy, and grows as soon as it may.
+        The cost of a step follows the capacity, so a prompt does not get all of its slots at once. Growing by a share
+        keeps the copying a constant share of the work; an empty cache has nothing to copy, and grows as soon as it may.
 
         Args:
             tokens: What is needed now.

@@ -258,7 +258,7 @@ def _check_arguments(bundle: object, threads: object) -> None:
     """Refuses what no type checker has seen."""
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise UsageError(f"threads is {threads!r}; it must be an integer, at least 1")
-    if not isinstance(bundle, (str, os.PathLike)):
+    if not isinstance(bundle, (str, os.PathLike)) or not os.fspath(bundle):
         raise UsageError(f"bundle is {bundle!r}; it must be a path")
 
 

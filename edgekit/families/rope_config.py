@@ -146,7 +146,6 @@ def rope_spec(
     family: str,
     *,
     default_fraction: float = 1.0,
-    values: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """Reads the rotary embedding of a config.
 
@@ -155,15 +154,13 @@ def rope_spec(
         head_dim: Channels per head.
         family: Name for messages.
         default_fraction: Fraction of the channels that rotate when the config does not say.
-        values: The parameters of one type of layers, where each has its own; the config's when None.
 
     Raises:
         UnsupportedError: A scaling kind, parameter or odd rotary width that is not implemented.
         CorruptArtifactError: A parameter of the scaling kind is missing, mistyped or impossible.
     """
     # transformers lets rope_scaling, the older spelling, win when a config carries both.
-    declared = (config.rope_scaling or config.rope_parameters or {}) if values is None else values
-    parameters = _read_parameters(declared, config, family)
+    parameters = _read_parameters(config.rope_scaling or config.rope_parameters or {}, config, family)
     theta = parameters.rope_theta or config.rope_theta or 10000.0
     fraction = parameters.partial_rotary_factor or config.partial_rotary_factor or default_fraction
     rotary_dim = int(head_dim * fraction)

@@ -167,8 +167,8 @@ def test_an_unreadable_config_is_named(edit_checkpoint: EditCheckpoint, text: st
 
 
 def test_an_unknown_model_is_refused(edit_checkpoint: EditCheckpoint) -> None:
-    with pytest.raises(UnsupportedError, match=r"model_type 'mamba'; known: .*, llama, "):
-        open_checkpoint(edit_checkpoint("llama", config={"model_type": "mamba"}))
+    with pytest.raises(UnsupportedError, match=r"model_type 'bert'; known: .*, llama, "):
+        open_checkpoint(edit_checkpoint("llama", config={"model_type": "bert"}))
 
 
 def test_code_of_a_checkpoint_is_refused_unless_trusted_and_never_run(edit_checkpoint: EditCheckpoint) -> None:
