@@ -26,6 +26,9 @@ from edgekit.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_THREADS = 64
+"""Threads that may be asked for on machines with fewer cores; more than there are cores gain nothing."""
+
 
 def default_threads() -> int:
     """Returns the physical cores that this process may use: a second thread per core slows matrix products."""
@@ -61,7 +64,7 @@ class LLM:
             threads: Threads that compute; None for the physical cores that this process may use.
 
         Raises:
-            UsageError: There is no such bundle, or threads is not positive.
+            UsageError: There is no such bundle, or threads is out of range.
             UnsupportedError: A newer EdgeKit wrote it.
             CorruptArtifactError: A file is missing or not as the manifest recorded it.
         """
@@ -256,8 +259,9 @@ class _Completion:
 
 def _check_arguments(bundle: object, threads: object) -> None:
     """Refuses what no type checker has seen."""
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise UsageError(f"threads is {threads!r}; it must be an integer, at least 1")
+    most = max(MAX_THREADS, os.cpu_count() or 1)
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= most):
+        raise UsageError(f"threads is {threads!r}; it must be an integer from 1 to {most}")
     if not isinstance(bundle, (str, os.PathLike)) or not os.fspath(bundle):
         raise UsageError(f"bundle is {bundle!r}; it must be a path")
 
