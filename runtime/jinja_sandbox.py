@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
@@ -44,8 +44,7 @@ class CompiledTemplate:
 
     A rendering takes at most `MAX_STEPS` loop iterations, calls and concatenations; its output, like every text and
     list that an operator makes or that is carried from one iteration to the next, has at most `MAX_CHARACTERS`, and a
-    product of integers at most `MAX_BITS`. No filter pads or cuts to a width; ``replace`` and ``join`` may make the
-    product of two lengths.
+    product of integers at most `MAX_BITS`. No filter pads or cuts to a width.
 
     Attributes:
         variables: Names that the template reads and does not set.
@@ -134,7 +133,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters.update(tojson=_to_json, format=_format)
+        self.filters.update(tojson=_to_json, format=_format, join=_join, replace=_replace)
         for name in _UNBOUNDED_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]
@@ -159,6 +158,10 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
             widths = [int(width) for width in _WIDTHS.findall(text)] if "format" in __obj.__name__ else []
             for width in (*widths, *args, *kwargs.values()):
                 _check_length(width if isinstance(width, int) else 0)
+            if __obj.__name__ == "join":
+                return _join(args[0], text)
+            if __obj.__name__ == "replace":
+                return _replace(text, *args)
         return super().call(__context, __obj, *args, **kwargs)
 
     def join_texts(self, *parts: object) -> str:
@@ -195,6 +198,24 @@ def _check_format(pattern: str, values: object) -> None:
     lengths = [len(part) for part in parts if isinstance(part, _SIZED)]
     widths = [int(width) for width in _WIDTHS.findall(pattern)]
     _check_length(len(pattern) + pattern.count("%") * max([0, *lengths, *widths]))
+
+
+def _join(parts: Iterable[object], separator: str = "", attribute: str | None = None) -> str:
+    if attribute is not None:
+        raise UnsupportedError("the chat template joins an attribute, which is not supported; use map first")
+    texts, characters = [], 0
+    for part in parts:
+        texts.append(str(part))
+        characters += len(texts[-1]) + len(separator)
+        _check_length(characters - len(separator))
+    return str(separator).join(texts)
+
+
+def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
+    whole = str(text)
+    found = whole.count(old) if count is None or count < 0 else min(count, whole.count(old))
+    _check_length(len(whole) + found * max(0, len(new) - len(old)))
+    return whole.replace(old, new, found)
 
 
 def _format(pattern: str, *args: Any, **kwargs: Any) -> str:

@@ -26,7 +26,7 @@ from edgekit.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 64
+MAX_THREADS = 16
 """Threads that may be asked for on machines with fewer cores; more than there are cores gain nothing."""
 
 

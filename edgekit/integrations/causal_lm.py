@@ -142,6 +142,12 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
         Path(save_directory).parent.mkdir(parents=True, exist_ok=True)
         self._save_pretrained(save_directory)
 
+    def push_to_hub(self, *_: Any, **__: Any) -> Any:
+        """Refuses: a bundle is uploaded as a folder."""
+        raise UnsupportedError(
+            "push_to_hub is not supported; save the bundle, and upload it with: hf upload REPO FOLDER"
+        )
+
     def _save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         bundle = self.llm.bundle
         with staged_directory(Path(save_directory), force=True) as staging:

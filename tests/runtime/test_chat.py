@@ -145,6 +145,22 @@ def test_a_malformed_conversation_is_refused(messages: list[Any], reason: str) -
         _template(SOURCES["chatml"]).render(messages)
 
 
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("{{ ['a', 1, 'b'] | join(', ') }}{{ ['a', 'b'] | join }}", "a, 1, bab"),
+        ("{{ '-'.join(['a', 'b']) }}", "a-b"),
+        (
+            "{{ 'aaa'.replace('a', 'bc', 2) }}{{ 'aaa' | replace('a', 'b') }}{{ 'aaa' | replace('a', 'b', 1) }}",
+            "bcbcabbbbaa",
+        ),
+        ("{{ 'ab'.replace('', '-') }}", "-a-b-"),
+    ],
+)
+def test_texts_are_joined_and_replaced_as_python_does(source: str, rendered: str) -> None:
+    assert _template(source).render([QUESTION]) == rendered
+
+
 def test_a_role_may_be_an_enum_of_texts() -> None:
     class Role(str, Enum):
         USER = "user"
@@ -235,6 +251,10 @@ def test_a_template_that_does_what_it_may_not_is_stopped(source: str, reason: st
         ("{{ '%*d' % (1000000000, 1) }}", "formats to a width that it computes"),
         ("{{ '%(a)-*d' % (1000000000, 1) }}", "formats to a width that it computes"),
         ("{% set a = 9 %}" + "{% set a = a * a %}" * 40, "an integer of more than 1024 bits"),
+        ("{{ range(99999) | join('x' * 99999) }}", "8388608 characters"),
+        ("{{ ('x' * 99999).join(['a'] * 99999) }}", "8388608 characters"),
+        ("{{ ('x' * 99999).replace('x', 'y' * 99999) }}", "8388608 characters"),
+        ("{{ ('x' * 99999) | replace('x', 'y' * 99999) }}", "8388608 characters"),
         ("{{ 'x'.ljust(1000000000) }}", "8388608 characters"),
         ("{{ '{:1000000000}'.format(1) }}", "8388608 characters"),
         ("{{ '{:{}}'.format(1, 1000000000) }}", "8388608 characters"),
