@@ -59,7 +59,7 @@ def test_portable_and_lowered_graphs_give_the_same_logits(variant: str, precisio
         results.append(np.concatenate([_read(cache, runner, piece).logits.copy() for piece in pieces]))
     assert results[0].std() > 0.1
     differences = np.abs(results[0] - results[1]).max(axis=1)
-    # Activations are rounded to int8 for quantized weights, where the last bit of a sum may decide: rarely, and not far.
+    # Quantized weights have activations rounded to int8, where the last bit of a sum may decide: rarely, and not far.
     assert (differences > TOLERANCE).sum() <= (2 if precision == "int4" else 0)
     assert differences.max() < 0.1
 
