@@ -13,7 +13,7 @@ a Gemm; heads get their four dimensions back from the shape of input_ids. Per la
     MatMulNBits gate|up, Split, QuickGelu (α = 1 is SiLU), Mul
     MatMulNBits down
 
-and for affine blocks, before each of the four matrices, Reshape and ReduceSum (block sums), after it Gemm (+ offsets).
+and for affine blocks, before each of the four matrices, MatMul (block sums) and after it Gemm (+ offsets).
 Projections that read the same activation and are stored alike are concatenated into one matrix.
 
 The cache has one more axis than in the portable graph, past_key_values.{l}.key [B, KV, 1, dk, C] and .value
@@ -29,7 +29,6 @@ import onnx_ir as ir
 
 from edgekit import contract
 from edgekit.export.graph.attention import scaled, softcap
-from edgekit.export.graph.builder import GraphBuilder
 from edgekit.export.graph.mlp import activate
 from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, Signature, Target
 from edgekit.export.lowering.packing import PackedMatrix, dimension, packed, vectors, widened
@@ -85,7 +84,7 @@ def _linear(state: Lowering, block: Block) -> None:
     """One matrix product for all projections of the same activation that are stored alike.
 
     x [T, K] ─┬─▶ MatMulNBits(codes) ─▶ y [T, ΣN] ──────────────────┐ C
-              └─▶ Reshape, ReduceSum ─▶ sums [T, K/b] ─▶ Gemm(offset [K/b, ΣN]) ─▶ Split
+              └─▶ MatMul(indicator [K, K/b]) ─▶ sums [T, K/b] ─▶ Gemm(offset [K/b, ΣN]) ─▶ Split
     """
     g, group = state.g, _siblings(state, block)
     matrices = [[part for part in member.inputs[2:] if part is not None] for member in group]
@@ -130,16 +129,9 @@ def _matmul_nbits(state: Lowering, block: Block, matrix: PackedMatrix, x: ir.Val
     y = g.op(f"{MS}MatMulNBits", x, matrix.codes, matrix.scale, None, None, bias, attributes=attributes)
     if matrix.offset is None:
         return y
-    sums = state.once(("block sums", x, size), lambda: _block_sums(g, x, columns, size))
+    indicator = np.repeat(np.eye(-(-columns // size), dtype=np.float32), size, axis=0)[:columns]
+    sums = state.once(("block sums", x, size), lambda: g.op("MatMul", x, g.constant(indicator)))
     return g.op("Gemm", sums, matrix.offset, y)
-
-
-def _block_sums(g: GraphBuilder, x: ir.Value, columns: int, size: int) -> ir.Value:
-    """X [T, K] ─▶ (Pad) ─▶ [T, K/b, b] ─▶ ReduceSum ─▶ [T, K/b]."""
-    count = -(-columns // size)
-    if count * size != columns:
-        x = g.op("Pad", x, g.ints(0, 0, 0, count * size - columns))
-    return g.op("ReduceSum", g.op("Reshape", x, g.ints(-1, count, size)), g.ints(2), attributes={"keepdims": 0})
 
 
 def _siblings(state: Lowering, block: Block) -> list[Block]:
