@@ -27,6 +27,7 @@ from edgekit.ort import ort
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeRunner
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.lowered import lowered_graph, verify_once
+from edgekit.runtime.prefill import read_chunks
 from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
 from edgekit.runtime.step import causal_step
 from edgekit.spec import DecoderSpec
@@ -52,10 +53,9 @@ def run_steps(session: ort.InferenceSession, spec: DecoderSpec, depth: int, toke
     runner = OnnxRuntimeRunner(session, spec, cache)
     ids = np.random.default_rng(0).integers(spec.vocab_size, size=depth + tokens)
     total = depth + tokens
-    for start in range(0, depth, PREFILL_CHUNK_TOKENS):
-        chunk = ids[start : min(start + PREFILL_CHUNK_TOKENS, depth)]
-        outputs = runner.step(causal_step(chunk, cache.length, np.array([len(chunk) - 1]), total))
-        cache.append(outputs.stacks, range(len(chunk)))
+    past, none = ids[:depth], np.zeros(0, np.int64)
+    for _ in read_chunks(runner, cache, past, none, sequence_length=total, chunk_tokens=PREFILL_CHUNK_TOKENS):
+        pass
     inputs = causal_step(ids[depth:], depth, np.array([tokens - 1]), total)
     seconds = []
     for _ in range(WARM_UP_STEPS + steps):

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.runtime.cache import KVCache
+from edgekit.runtime.prefill import read_chunks
 from edgekit.runtime.sampling import SampledToken, Sampler, SamplingParams
-from edgekit.runtime.step import Backend, causal_step
+from edgekit.runtime.step import Backend
 from edgekit.runtime.strategies.base import Strategy, accept
 from edgekit.spec import DecoderSpec
 
@@ -148,17 +149,20 @@ class Session:
         self._rope_range = self.spec.rope_range(sequence_length)
         pending = np.array(prompt[shared:], np.int64)
         self._cache.check_room(len(pending))
-        logits = None
-        for start in range(0, len(pending), PREFILL_CHUNK_TOKENS):
-            if self._cancelled:
-                return None
-            chunk = pending[start : start + PREFILL_CHUNK_TOKENS]
-            last = np.array([len(chunk) - 1])
-            outputs = self._runner.step(causal_step(chunk, self._cache.length, last, sequence_length))
-            self._cache.reserve(len(chunk), following=len(pending) - start - len(chunk) + ANSWER_TOKENS)
-            self._cache.append(outputs.stacks, range(len(chunk)))
+        chunks = read_chunks(
+            self._runner,
+            self._cache,
+            pending,
+            np.array([len(pending) - 1]),
+            sequence_length=sequence_length,
+            chunk_tokens=PREFILL_CHUNK_TOKENS,
+            following=ANSWER_TOKENS,
+        )
+        logits: npt.NDArray[np.float32] | None = None
+        while logits is None and not self._cancelled:
+            chunk, rows = next(chunks)
             self._token_ids += chunk.tolist()
-            logits = outputs.logits[0]
+            logits = rows[0] if len(rows) else None
         return logits
 
     def _forget(self, length: int) -> None:

@@ -22,8 +22,9 @@ from transformers import Cache
 
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.cache import KVCache
+from edgekit.runtime.prefill import read_chunks
 from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
-from edgekit.runtime.step import Backend, causal_step
+from edgekit.runtime.step import Backend
 from edgekit.spec import DecoderSpec
 
 Tokens = npt.NDArray[np.int64]
@@ -77,17 +78,18 @@ class Conversation:
             self._rope_range = self._spec.rope_range(end)
             token_ids, wanted = np.concatenate([self._token_ids, token_ids]), wanted + self.length
             self.forget(self.length)
-        for start in range(0, len(token_ids), PREFILL_CHUNK_TOKENS):
-            chunk = token_ids[start : start + PREFILL_CHUNK_TOKENS]
-            here = (wanted >= start) & (wanted < start + len(chunk))
-            # The graph wants to be asked for one row at least.
-            rows = wanted[here] - start if here.any() else np.array([len(chunk) - 1])
-            outputs = self._runner.step(causal_step(chunk, self.length, rows, end))
-            self._cache.reserve(len(chunk), following=len(token_ids) - start - len(chunk))
-            self._cache.append(outputs.stacks, range(len(chunk)))
+        done = 0
+        for chunk, found in read_chunks(
+            self._runner,
+            self._cache,
+            token_ids,
+            wanted,
+            sequence_length=end,
+            chunk_tokens=PREFILL_CHUNK_TOKENS,
+        ):
             self._token_ids = np.concatenate([self._token_ids, chunk])
-            if here.any():
-                logits[here] = outputs.logits
+            logits[done : done + len(found)] = found
+            done += len(found)
 
     def forget(self, tokens: int) -> None:
         """Drops the last tokens."""

@@ -99,7 +99,7 @@ class _Binding:
     """Arrays of one kind of step and the session's pointers to them.
 
     Attributes:
-        window_biases: Window, and the bias over the past, shape (1, 1, S, capacity), of the groups that have one.
+        window_biases: Bias over the past, shape (1, 1, S, capacity), of the groups with a window, by the window.
     """
 
     past: CacheArrays
@@ -109,7 +109,7 @@ class _Binding:
     new_bias: npt.NDArray[np.float32]
     logit_rows: npt.NDArray[np.int64]
     sequence_length: npt.NDArray[np.int64]
-    window_biases: tuple[tuple[int, npt.NDArray[np.float32]], ...]
+    window_biases: dict[int, npt.NDArray[np.float32]]
     outputs: StepOutputs
 
 
@@ -133,7 +133,7 @@ class OnnxRuntimeRunner:
         binding.new_bias[0, 0] = inputs.new_bias
         binding.logit_rows[:] = inputs.logit_rows
         binding.sequence_length[0] = inputs.sequence_length
-        for window, bias in binding.window_biases:
+        for window, bias in binding.window_biases.items():
             bias[0, 0] = self._cache.window_bias(inputs.position_ids, window)
         self._session.run_with_iobinding(binding.io)
         return binding.outputs
@@ -165,7 +165,7 @@ class OnnxRuntimeRunner:
             new_bias=np.zeros((1, 1, tokens, tokens), np.float32),
             logit_rows=np.zeros(rows, np.int64),
             sequence_length=np.zeros(1, np.int64),
-            window_biases=tuple((window, np.zeros((1, 1, tokens, cache.capacity), np.float32)) for window in windows),
+            window_biases={window: np.zeros((1, 1, tokens, cache.capacity), np.float32) for window in windows},
             outputs=StepOutputs(
                 logits=np.zeros((rows, self._spec.vocab_size), np.float32),
                 stacks=tuple(stack.empty(tokens) for stack in cache.stacks),
@@ -177,9 +177,8 @@ class OnnxRuntimeRunner:
         _bind_input(io, contract.LOGIT_ROWS, binding.logit_rows)
         if self._spec.depends_on_length:
             _bind_input(io, contract.SEQUENCE_LENGTH, binding.sequence_length)
-        window_biases = dict(binding.window_biases)
         for index, group in enumerate(self._groups):
-            bias = cache.past_bias if group.sliding_window is None else window_biases[group.sliding_window]
+            bias = cache.past_bias if group.sliding_window is None else binding.window_biases[group.sliding_window]
             _bind_input(io, contract.past_bias(index), bias)
         _bind_output(io, contract.LOGITS, binding.outputs.logits[None])
         for past, new in zip(cache.stacks, binding.outputs.stacks, strict=True):
