@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.tiny_configs import LLAMA3_ROPE, SIZES, VOCABULARY
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -30,28 +32,10 @@ TinyCheckpoint: TypeAlias = Callable[[str], Path]
 TinyGguf: TypeAlias = Callable[[str, str], Path]
 HuggingFaceModel: TypeAlias = Callable[[Path], "PreTrainedModel"]
 
-VOCABULARY = 320
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+_SIZES = {**SIZES, "bos_token_id": 0}
 _LLAMA = {"model_type": "llama", **_SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 _QWEN3 = {"model_type": "qwen3", **_SIZES, "num_key_value_heads": 2, "head_dim": 32}
 _NEOX = {"model_type": "gpt_neox", **_SIZES}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 _MISTRAL = {"model_type": "mistral", **_SIZES, "num_key_value_heads": 2, "head_dim": 24}
 _QWEN2 = {"model_type": "qwen2", **_SIZES, "num_key_value_heads": 2}
 _WINDOWS = {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}
@@ -95,7 +79,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "llama_tied": {**_LLAMA, "tie_word_embeddings": True},
     "llama_bias": {**_LLAMA, "attention_bias": True, "mlp_bias": True},
     "llama_wide_heads": {**_LLAMA, "head_dim": 24, "num_key_value_heads": 4},
-    "llama_llama3_rope": {**_LLAMA, "rope_parameters": _LLAMA3_ROPE},
+    "llama_llama3_rope": {**_LLAMA, "rope_parameters": LLAMA3_ROPE},
     "llama_linear_rope": {**_LLAMA, "rope_parameters": _LINEAR_ROPE},
     "llama_yarn_rope": {**_LLAMA, "rope_parameters": _YARN_ROPE},
     "llama_dynamic_rope": {**_LLAMA, "rope_parameters": _DYNAMIC_ROPE, "max_position_embeddings": _LIMIT},

@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
 from tests.gguf_models import ARCHITECTURES, add_model_metadata, model_tensors
+from tests.tiny_configs import SIZES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,15 +24,11 @@ if TYPE_CHECKING:
 # Rows of whole blocks of 256, which the tiny models of conftest.py are too narrow for.
 WIDE_LLAMA: Mapping[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 320,
+    **SIZES,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
     "bos_token_id": 0,
-    "eos_token_id": 2,
 }
 
 # Where the float16 numbers of a block stand that the gguf package cannot quantize to, and how large they are relative

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gguf import MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
 
 from edgekit.spec import DecoderSpec
+from tests.tiny_configs import SIZES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,17 +38,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "stablelm": "stablelm",
     "gpt_neox": "gptneox",
 }
-_SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+_SIZES = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 0}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

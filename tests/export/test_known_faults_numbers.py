@@ -22,28 +22,10 @@ from edgekit import contract
 from edgekit.bundle import Bundle
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.export.storage_plan import QuantizationOptions
+from tests.tiny_configs import LLAMA3_ROPE, SIZES
 
 TOLERANCE = 1e-4
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 
 FloatArray = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]

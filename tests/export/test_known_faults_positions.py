@@ -24,27 +24,10 @@ from edgekit.export.exporter import write_graph
 from edgekit.export.weights import Storage
 from edgekit.rope import RopeSpec
 from edgekit.spec import DecoderSpec, LayerSpec
+from tests.tiny_configs import LLAMA3_ROPE, SIZES
 
 TOLERANCE = 1e-4
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 2,
-}
-LLAMA = {"model_type": "llama", **SIZES}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 BASE = {"rope_type": "default", "rope_theta": 1e6}
 

@@ -26,17 +26,17 @@ from safetensors.numpy import load_file, save_file
 
 from edgekit.bundle import Bundle
 from edgekit.export.lowering import ort_cpu
+from tests.tiny_configs import SIZES
 
 TOLERANCE = 1e-4
-SIZES = {
-    "vocab_size": 320,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+ODD = {
+    "model_type": "llama",
+    **SIZES,
+    "hidden_size": 72,
+    "intermediate_size": 101,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 2,
+    "head_dim": 22,
 }
-ODD = {"model_type": "llama", **SIZES, "hidden_size": 72, "intermediate_size": 101, "head_dim": 22}
 FORMATS = [
     {"precision": precision, "block_size": block_size, "scheme": scheme}
     for precision, block_size, scheme in (
