@@ -17,17 +17,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
 
 from edgekit.bundle import open_bundle
+from edgekit.cache_layout import KV_CACHE_DTYPES, CacheLayout, KVCacheDtype, cache_layout
 from edgekit.ort import ort
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeRunner
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.lowered import lowered_graph, verify_once
-from edgekit.runtime.prefill import read_chunks
+from edgekit.runtime.prefill import ReadOptions, read_chunks
 from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
 from edgekit.runtime.step import causal_step
 from edgekit.spec import DecoderSpec
@@ -47,14 +48,18 @@ def profiled_session(graph: Path, threads: int, prefix: Path) -> ort.InferenceSe
     return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
 
-def run_steps(session: ort.InferenceSession, spec: DecoderSpec, depth: int, tokens: int, steps: int) -> list[float]:
+def run_steps(
+    session: ort.InferenceSession, spec: DecoderSpec, layout: CacheLayout, depth: int, tokens: int, steps: int
+) -> list[float]:
     """Fills a cache and runs the same step over it several times; returns the seconds of each."""
-    cache = KVCache(spec)
+    cache = KVCache(layout, depth + tokens)
     runner = OnnxRuntimeRunner(session, spec, cache)
     ids = np.random.default_rng(0).integers(spec.vocab_size, size=depth + tokens)
     total = depth + tokens
     past, none = ids[:depth], np.zeros(0, np.int64)
-    for _ in read_chunks(runner, cache, past, none, sequence_length=total, chunk_tokens=PREFILL_CHUNK_TOKENS):
+    for _ in read_chunks(
+        runner, cache, past, none, ReadOptions(sequence_length=total, chunk_tokens=PREFILL_CHUNK_TOKENS)
+    ):
         pass
     inputs = causal_step(ids[depth:], depth, np.array([tokens - 1]), total)
     seconds = []
@@ -101,17 +106,19 @@ def _shapes(types: Sequence[dict[str, list[int]]]) -> str:
 @click.option("--tokens", type=click.IntRange(1, PREFILL_CHUNK_TOKENS), default=1, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), default="fp32", show_default=True)
 @click.option("--shapes", is_flag=True, help="Keep nodes with inputs of different shapes apart.")
-def main(*, bundle: Path, depth: int, tokens: int, threads: int, steps: int, shapes: bool) -> None:
+def main(*, bundle: Path, depth: int, tokens: int, threads: int, steps: int, kv_cache_dtype: str, shapes: bool) -> None:
     """Measures and prints."""
     opened = open_bundle(bundle)
     spec = opened.manifest.spec
     if depth + tokens > spec.max_positions:
         raise click.UsageError(f"{depth} + {tokens} tokens are beyond the model's context of {spec.max_positions}")
     verify_once(opened)
+    layout = cache_layout(spec, cast(KVCacheDtype, kv_cache_dtype))
     with tempfile.TemporaryDirectory() as folder:
-        session = profiled_session(lowered_graph(opened), threads, Path(folder, "profile"))
-        seconds = run_steps(session, spec, depth, tokens, steps)
+        session = profiled_session(lowered_graph(opened, layout), threads, Path(folder, "profile"))
+        seconds = run_steps(session, spec, layout, depth, tokens, steps)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     nodes = node_times(events, steps)
     middle, fastest = (1000 * pick(seconds) for pick in (statistics.median, min))

@@ -24,11 +24,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from edgekit.cache_layout import KVCacheDtype
 from edgekit.errors import CorruptArtifactError, StorageError, UnsupportedError, UsageError
 from edgekit.source import SourceRecord
 from edgekit.spec import CacheGroup, DecoderSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 GRAPH = "model.onnx"
 GRAPH_DATA = "model.onnx.data"
@@ -106,6 +107,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         source: Where the weights came from.
         spec: The decoder.
         cache_groups: Partition of the layers: those of the spec.
+        kv_cache_dtype: How the portable graph stores keys and values.
+        attention_scores: Whether the graph says how much attention slots and new tokens get.
         storage: How each matrix is stored, such as ``int4 affine block 32``, by canonical name.
         compression: Steps that changed the model before export, with their parameters.
         parity: The check that every export ends with.
@@ -118,6 +121,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: SourceRecord
     spec: DecoderSpec
     cache_groups: tuple[CacheGroup, ...]
+    kv_cache_dtype: KVCacheDtype
+    attention_scores: bool
     storage: dict[str, str]
     compression: tuple[dict[str, Any], ...]
     parity: ParityRecord
@@ -194,7 +199,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
 
     Raises:
         UsageError: There is no such directory, or it is not a bundle.
-        UnsupportedError: A newer version of EdgeKit wrote it.
+        UnsupportedError: A newer or a much older version of EdgeKit wrote it.
         CorruptArtifactError: The manifest is malformed, or a file is missing, outside or of another size.
     """
     directory = Path(path)
@@ -228,6 +233,11 @@ def _decode_manifest(directory: Path, text: bytes) -> Manifest:
             raise UnsupportedError(
                 f"bundle {str(directory)!r} has schema_version {version}, this EdgeKit reads up to {SCHEMA_VERSION}; "
                 "upgrade with: pip install -U edgekit"
+            )
+        if version < SCHEMA_VERSION:
+            raise UnsupportedError(
+                f"bundle {str(directory)!r} has schema_version {version}, this EdgeKit reads {SCHEMA_VERSION}; export "
+                "it again"
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -42,7 +42,15 @@ from edgekit.compress.decoder import ModelWeights, stream_logits
 from edgekit.export.data_file import DataFile
 from edgekit.export.graph.builder import OPSET
 from edgekit.export.graph.decoder import build_graph
-from edgekit.export.parity import MAX_GRAPH_KL_DIVERGENCE, MAX_KL_DIVERGENCE, TEXT, compare, graph_logits
+from edgekit.export.graph.kv_cache import GraphOptions
+from edgekit.export.parity import (
+    MAX_CACHE_KL_DIVERGENCE,
+    MAX_GRAPH_KL_DIVERGENCE,
+    MAX_KL_DIVERGENCE,
+    TEXT,
+    compare,
+    graph_logits,
+)
 from edgekit.export.quantize import quantize
 from edgekit.export.storage_plan import QuantizationOptions, keeps_blocks, plan_storage
 from edgekit.export.weights import BITS, Storage, StoredWeight, check_range, read_stored, store
@@ -61,12 +69,14 @@ class ExportOptions:
 
     Attributes:
         quantization: How matrices are stored.
+        graph: How the KV cache is stored, and what the graph gives besides logits.
         force: Replace an existing bundle.
         revision: Branch, tag or commit when the source is a hub id.
         trust_remote_code: Accept a config that names custom code; the code itself never runs.
     """
 
     quantization: QuantizationOptions = QuantizationOptions()
+    graph: GraphOptions = GraphOptions()
     force: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
@@ -99,12 +109,13 @@ def export_bundle(
     ):
         storage = plan_storage(checkpoint, options.quantization)
         with _timed("weights"):
-            weights, data_sha256 = write_graph(checkpoint, storage, staging, progress)
+            weights, data_sha256 = write_graph(checkpoint, storage, staging, progress, options.graph)
         _write_text_files(checkpoint, staging)
-        parity = _check_parity(checkpoint, _StoredModel(checkpoint.spec, weights, staging), staging, progress)
+        stored = _StoredModel(checkpoint.spec, weights, staging)
+        parity = _check_parity(checkpoint, stored, staging, options.graph, progress)
         progress("hash", 0, 1)
         with _timed("hash"):
-            manifest = _manifest(checkpoint, storage, parity, staging, data_sha256)
+            manifest = _manifest(checkpoint, storage, parity, staging, data_sha256, options.graph)
         write_manifest(staging, manifest)
     return open_bundle(output)
 
@@ -118,7 +129,11 @@ def _timed(what: str) -> Iterator[None]:
 
 
 def write_graph(
-    checkpoint: Checkpoint, storage: Mapping[str, Storage], directory: Path, progress: Progress
+    checkpoint: Checkpoint,
+    storage: Mapping[str, Storage],
+    directory: Path,
+    progress: Progress,
+    options: GraphOptions = GraphOptions(),
 ) -> tuple[dict[str, StoredWeight], str]:
     """Writes the portable graph and its weights; returns their places by name, and the data file's sha256 in hex.
 
@@ -127,6 +142,7 @@ def write_graph(
         storage: How each tensor is stored, by canonical name.
         directory: Where model.onnx and its data file go.
         progress: Told which weight is being written.
+        options: See `GraphOptions`.
 
     Raises:
         CorruptArtifactError: A weight is not finite.
@@ -138,7 +154,7 @@ def write_graph(
         name: _store(data, checkpoint, name, shape, storage[name])
         for name, shape in checkpoint.spec.tensor_shapes().items()
     }
-    model = build_graph(checkpoint.spec, weights, __version__)
+    model = build_graph(checkpoint.spec, weights, __version__, options)
     sha256 = data.write(directory, lambda name, done, total: progress(f"weights: {name}", done, total))
     ir.save(model, directory / GRAPH)
     return weights, sha256
@@ -207,14 +223,17 @@ class _Watched:
         return self._model.tensor(name)
 
 
-def _check_parity(checkpoint: Checkpoint, stored: _StoredModel, directory: Path, progress: Progress) -> ParityRecord:
+def _check_parity(
+    checkpoint: Checkpoint, stored: _StoredModel, directory: Path, options: GraphOptions, progress: Progress
+) -> ParityRecord:
     token_ids = _parity_tokens(checkpoint, directory)
     progress("parity, graph", 0, 1)
     with _timed("parity, graph"):
-        got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids)
+        got = graph_logits(directory / GRAPH, checkpoint.spec, token_ids, options.kv_cache_dtype)
+        unrounded = got if options.kv_cache_dtype == "fp32" else _logits_of_fp32_cache(stored, token_ids)
     with _timed("parity, stored"):
         expected = stream_logits(_Watched(stored, "parity, stored", progress), token_ids[None])[0]
-    graph = compare(expected, got, MAX_GRAPH_KL_DIVERGENCE, "what its weights say")
+    graph = compare(expected, unrounded, MAX_GRAPH_KL_DIVERGENCE, "what its weights say")
     with _timed("parity, source"):
         expected = stream_logits(_Watched(checkpoint, "parity, source", progress), token_ids[None])[0]
     # Blocks that were kept lose nothing but the rounding of scales and offsets to fp16.
@@ -223,8 +242,20 @@ def _check_parity(checkpoint: Checkpoint, stored: _StoredModel, directory: Path,
         for name, weight in stored.weights.items()
         if len(weight.shape) == 2
     }
-    source = compare(expected, got, max(MAX_KL_DIVERGENCE[precision] for precision in precisions), "the model")
+    tolerances = [MAX_CACHE_KL_DIVERGENCE[options.kv_cache_dtype]]
+    tolerances += [MAX_KL_DIVERGENCE[precision] for precision in precisions]
+    source = compare(expected, got, max(tolerances), "the model")
     return ParityRecord(tokens=len(token_ids), source=source, stored=graph)
+
+
+def _logits_of_fp32_cache(stored: _StoredModel, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Runs the graph with a float32 cache: what a narrower one rounds would hide whether the graph is right."""
+    twin = stored.directory / f".fp32-cache.{GRAPH}"
+    try:
+        ir.save(build_graph(stored.spec, dict(stored.weights), __version__, GraphOptions()), twin)
+        return graph_logits(twin, stored.spec, token_ids)
+    finally:
+        twin.unlink(missing_ok=True)
 
 
 def _parity_tokens(checkpoint: Checkpoint, directory: Path) -> npt.NDArray[np.int64]:
@@ -237,7 +268,12 @@ def _parity_tokens(checkpoint: Checkpoint, directory: Path) -> npt.NDArray[np.in
 
 
 def _manifest(
-    checkpoint: Checkpoint, storage: dict[str, Storage], parity: ParityRecord, directory: Path, data_sha256: str
+    checkpoint: Checkpoint,
+    storage: dict[str, Storage],
+    parity: ParityRecord,
+    directory: Path,
+    data_sha256: str,
+    options: GraphOptions,
 ) -> Manifest:
     shapes = checkpoint.spec.tensor_shapes()
     names = sorted(path.name for path in directory.iterdir() if path.name != MANIFEST)
@@ -247,6 +283,8 @@ def _manifest(
         source=checkpoint.source,
         spec=checkpoint.spec,
         cache_groups=checkpoint.spec.cache_groups(),
+        kv_cache_dtype=options.kv_cache_dtype,
+        attention_scores=options.attention_scores,
         storage={name: str(storage[name]) for name, shape in shapes.items() if len(shape) == 2},
         compression=(),
         parity=parity,

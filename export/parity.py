@@ -11,18 +11,21 @@ runtime's shortcuts.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekit import contract
 from edgekit.bundle import Divergence
+from edgekit.cache_layout import KVCacheDtype
 from edgekit.errors import ParityError
 from edgekit.export.weights import Precision
 from edgekit.ort import ort
 from edgekit.spec import DecoderSpec
 
 FloatArray = npt.NDArray[np.float32]
+Cache = dict[str, npt.NDArray[Any]]
 
 # Mean KL(reference on the stored weights ‖ graph) in nats; float32 rounding leaves about 1e-11.
 MAX_GRAPH_KL_DIVERGENCE = 1e-6
@@ -30,6 +33,8 @@ MAX_GRAPH_KL_DIVERGENCE = 1e-6
 # Mean KL(source ‖ graph) in nats. int4 is generous on purpose: the smallest models lose 0.3 nats to it and
 # still are what the user asked for; a wrong graph is off by several nats.
 MAX_KL_DIVERGENCE: dict[Precision, float] = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.05, "int4": 1.0}
+# The same for what a narrow KV cache costs; tiny random models lose 2e-3 nats to int8.
+MAX_CACHE_KL_DIVERGENCE: dict[KVCacheDtype, float] = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.05}
 
 TEXT = (
     "The river had risen during the night, and by morning the lower road was gone. Anna counted 12 boats tied to "
@@ -65,13 +70,16 @@ def compare(expected: FloatArray, got: FloatArray, tolerance: float, what: str) 
     return record
 
 
-def graph_logits(graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64]) -> FloatArray:
+def graph_logits(
+    graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64], dtype: KVCacheDtype = "fp32"
+) -> FloatArray:
     """Runs a portable graph over a token sequence, the last third with the rest in the cache.
 
     Args:
         graph: model.onnx with its data file beside it.
         spec: The decoder.
         token_ids: shape (tokens,), int64.
+        dtype: How the graph stores its cache.
 
     Returns:
         shape (tokens, vocab), float32.
@@ -85,11 +93,7 @@ def graph_logits(graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64
     options.enable_cpu_mem_arena = False
     session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     cut = max(1, 2 * len(token_ids) // 3)
-    empty = [
-        np.zeros((1, layer.attention.num_kv_heads, *shape), np.float32)
-        for layer in spec.layers
-        for shape in ((layer.attention.key_dim, 1), (1, layer.attention.value_dim))
-    ]
+    empty = _empty_cache(spec, dtype)
     total = len(token_ids)
     first, cache = _step(session, spec, token_ids[:cut], 0, empty, total)
     if cut == total:
@@ -98,14 +102,28 @@ def graph_logits(graph: Path, spec: DecoderSpec, token_ids: npt.NDArray[np.int64
     return np.concatenate([first, second])
 
 
+def _empty_cache(spec: DecoderSpec, dtype: KVCacheDtype) -> Cache:
+    """Returns a cache of one slot, by the names of the graph's inputs."""
+    number = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[dtype]
+    cache: Cache = {}
+    for index, layer in enumerate(spec.layers):
+        heads = (1, layer.attention.num_kv_heads)
+        cache[contract.past_key(index)] = np.zeros((*heads, layer.attention.key_dim, 1), number)
+        cache[contract.past_value(index)] = np.zeros((*heads, 1, layer.attention.value_dim), number)
+        if dtype == "int8":
+            cache[contract.past_key_scale(index)] = np.zeros((*heads, 1, 1), np.float32)
+            cache[contract.past_value_scale(index)] = np.zeros((*heads, 1, 1), np.float32)
+    return cache
+
+
 def _step(
     session: ort.InferenceSession,
     spec: DecoderSpec,
     token_ids: npt.NDArray[np.int64],
     start: int,
-    cache: list[FloatArray],
+    cache: Cache,
     sequence_length: int,
-) -> tuple[FloatArray, list[FloatArray]]:
+) -> tuple[FloatArray, Cache]:
     count = len(token_ids)
     # The one slot of the first step's cache is empty.
     slot_positions = np.arange(start) if start else np.full(1, -1)
@@ -121,12 +139,10 @@ def _step(
         window = members.sliding_window or sequence_length
         bias = contract.window_bias(np.arange(start, start + count), slot_positions, window)
         feeds[contract.past_bias(group)] = bias[None, None]
-    outputs = [contract.LOGITS]
-    for index in range(len(spec.layers)):
-        feeds[contract.past_key(index)], feeds[contract.past_value(index)] = cache[2 * index : 2 * index + 2]
-        outputs += [contract.new_key(index), contract.new_value(index)]
-    logits, *new = session.run(outputs, feeds)
-    return logits[0], new
+    # What a step returns of a layer has the names of what it reads, but for the beginning.
+    names = [name.replace("past_", "new_", 1) for name in cache]
+    logits, *new = session.run([contract.LOGITS, *names], {**feeds, **cache})
+    return logits[0], dict(zip(cache, new, strict=True))
 
 
 def _log_softmax(logits: FloatArray) -> npt.NDArray[np.float64]:

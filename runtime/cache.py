@@ -1,172 +1,165 @@
-"""The KV cache: arrays that the graph only reads, and a map from slots to positions.
+"""The KV cache of one conversation: arrays that the graph only reads, and the slot maps that say what is in them.
 
-Attention does not care where an entry of the past lies, since keys carry their rotation. So appending,
-dropping a rejected draft and forgetting a conversation change the map; data moves only when capacity grows.
+Every cache group has a slot map (`edgekit.runtime.slots`) and every stack of layers its arrays
+(`edgekit.runtime.cache_arrays`). Appending, dropping a rejected draft, evicting and sliding change the maps. Data moves
+when a capacity changes, and when KV heads keep different tokens.
 
-Layers whose heads have the same shape share one pair of arrays, so that a step's new rows are written with two
-assignments and not with two per layer:
-
-    keys    [layers, KV, dk, C]  float32       a layer's slice is past_key_values.{l}.key   [1, KV, dk, C]
-    values  [layers, KV, C, dv]  float32                          past_key_values.{l}.value [1, KV, C, dv]
+A group with a sliding window holds little more than a window: what no later token sees gives its slot away.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.contract import MASKED, window_bias
+from edgekit.cache_layout import CacheLayout
+from edgekit.contract import window_bias
 from edgekit.errors import DoesNotFitError
-from edgekit.spec import DecoderSpec
-
-FloatArray: TypeAlias = npt.NDArray[np.float32]
-SlotArray: TypeAlias = npt.NDArray[np.int64]
+from edgekit.runtime.cache_arrays import SlotArray, StackArrays, as_slice
+from edgekit.runtime.slots import SlotMap
 
 BUCKET_TOKENS = 128
+# What a group with a window keeps beyond it: a draft that is rejected, and the end of an answer that a chat template
+# writes otherwise, can be dropped without reading the conversation again.
+ROLLBACK_TOKENS = 64
 # Arrays from this size on are not held twice while they are moved.
 LARGE_BYTES = 32 << 20
-_LIBC = ctypes.CDLL(None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """Shape of a layer's share of the cache: KV heads, channels of a key and of a value."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-@dataclass(kw_only=True)
-class LayerStack:
-    """Keys and values of the layers with one head shape.
-
-    Attributes:
-        shape: Their head shape.
-        layers: Their indices in the model.
-        keys: shape (layers, KV, dk, tokens), float32.
-        values: shape (layers, KV, tokens, dv), float32.
-    """
-
-    shape: HeadShape
-    layers: tuple[int, ...]
-    keys: FloatArray
-    values: FloatArray
-
-    def empty(self, tokens: int) -> LayerStack:
-        """Returns zeroed arrays for the same layers and another number of tokens."""
-        count, shape = len(self.layers), self.shape
-        return LayerStack(
-            shape=shape,
-            layers=self.layers,
-            keys=np.zeros((count, shape.num_kv_heads, shape.key_dim, tokens), np.float32),
-            values=np.zeros((count, shape.num_kv_heads, tokens, shape.value_dim), np.float32),
-        )
-
-
-def layer_stacks(spec: DecoderSpec, tokens: int) -> tuple[LayerStack, ...]:
-    """Allocates arrays for a model's layers, grouped by head shape."""
-    groups: dict[HeadShape, list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        attention = layer.attention
-        shape = HeadShape(num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim)
-        groups.setdefault(shape, []).append(index)
-    nothing = np.zeros(0, np.float32)
-    return tuple(
-        LayerStack(shape=shape, layers=tuple(layers), keys=nothing, values=nothing).empty(tokens)
-        for shape, layers in groups.items()
-    )
+# The lowered graph cuts the past into eight blocks: `edgekit.export.lowering.ort_cpu_attention`.
+CAPACITY_MULTIPLE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheArrays:
-    """All arrays of a cache at one capacity; whoever holds pointers into them compares this object's identity.
+    """All arrays of a cache; whoever holds pointers into them compares this object's identity.
 
     Attributes:
-        stacks: Keys and values.
-        past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones. For the layers
-            without a sliding window.
+        maps: Slot map of every group.
+        stacks: Keys and values of every stack.
     """
 
-    stacks: tuple[LayerStack, ...]
-    past_bias: FloatArray
+    maps: tuple[SlotMap, ...]
+    stacks: tuple[StackArrays, ...]
 
 
 class KVCache:
     """Cache of one conversation.
 
     An operation that is interrupted, be it by a signal between two instructions, loses no token that was there, or,
-    when it moves large arrays, all of them and never some: `truncate` to any length up to `length` brings everything
+    when it moves large arrays, all of them and never some: `truncate` to a length that is `reusable` brings everything
     back in line.
 
     Attributes:
-        max_positions: The model's context, tokens.
-        arrays: Replaced as a whole when the capacity changes.
+        layout: Groups, stacks and dtype.
+        max_tokens: Slots that a group without a sliding window may have.
+        max_positions: Positions that tokens may have; None for no limit.
+        arrays: Replaced as a whole when a capacity changes.
     """
 
-    def __init__(self, spec: DecoderSpec) -> None:
-        """Starts empty, with one bucket of slots."""
-        self.max_positions = spec.max_positions
-        capacity = min(BUCKET_TOKENS, spec.max_positions)
-        self.arrays = CacheArrays(stacks=layer_stacks(spec, capacity), past_bias=_all_masked(capacity))
-        self._slots = np.zeros(0, np.int64)
+    def __init__(self, layout: CacheLayout, max_tokens: int, max_positions: int | None = None) -> None:
+        """Starts empty, with one bucket of slots per group.
+
+        Args:
+            layout: Groups, stacks and dtype.
+            max_tokens: Slots that a group without a sliding window may have: the context, or what fits.
+            max_positions: Positions that tokens may have; None for no limit but that of the slots.
+        """
+        self.layout = layout
+        self.max_tokens = max_tokens
+        self.max_positions = max_positions
+        self._limits = [slot_limit(group.sliding_window, max_tokens) for group in layout.groups]
+        self._start()
+
+    def _start(self) -> None:
+        maps = tuple(SlotMap(_rounded(min(BUCKET_TOKENS, limit))) for limit in self._limits)
+        self.arrays = CacheArrays(maps=maps, stacks=self._empty_stacks(maps))
+        self._length = 0
+        # Tokens whose position is less than their index, and by how much: see `slide`.
+        self._shift = 0
+        self._slid_tokens = 0
+        self._chosen_from = 0
+
+    def _empty_stacks(self, maps: Sequence[SlotMap]) -> tuple[StackArrays, ...]:
+        return tuple(
+            StackArrays.empty(stack, self.layout.dtype, maps[stack.group].capacity) for stack in self.layout.stacks
+        )
 
     @property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        """Keys and values, by head shape."""
+    def maps(self) -> tuple[SlotMap, ...]:
+        """Slot map of every group."""
+        return self.arrays.maps
+
+    @property
+    def stacks(self) -> tuple[StackArrays, ...]:
+        """Keys and values of every stack."""
         return self.arrays.stacks
 
     @property
-    def past_bias(self) -> FloatArray:
-        """Shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for empty ones."""
-        return self.arrays.past_bias
-
-    @property
     def capacity(self) -> int:
-        """Slots that the arrays have."""
-        return int(self.arrays.past_bias.shape[-1])
+        """Slots of the largest group."""
+        return max(slots.capacity for slots in self.maps)
 
     @property
     def length(self) -> int:
-        """Tokens in the cache."""
-        return len(self._slots)
+        """Tokens of the conversation so far, evicted ones included."""
+        return self._length
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next token."""
+        return self._length - self._shift
+
+    @property
+    def live(self) -> int:
+        """Most tokens that a group holds."""
+        return max(slots.live for slots in self.maps)
+
+    @property
+    def room(self) -> int:
+        """Tokens that can be appended before something has to be evicted."""
+        rooms = [limit - slots.live for _, slots, limit in self._unwindowed()]
+        if self.max_positions is not None:
+            rooms.append(self.max_positions - self.next_position)
+        return min(rooms, default=self.max_tokens - self._length)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(stack.keys.nbytes + stack.values.nbytes for stack in self.stacks)
+        """Bytes of the keys and values."""
+        return sum(stack.size_bytes for stack in self.stacks)
 
-    def window_bias(self, position_ids: SlotArray, window: int) -> FloatArray:
+    def _unwindowed(self) -> Iterator[tuple[int, SlotMap, int]]:
+        """Yields index, map and most slots of the groups without a sliding window."""
+        for index, group in enumerate(self.layout.groups):
+            if group.sliding_window is None:
+                yield index, self.maps[index], self._limits[index]
+
+    def window_bias(self, group: int, position_ids: SlotArray) -> npt.NDArray[np.float32]:
         """Computes what new tokens of layers with a sliding window add to their scores over the past.
 
         Args:
+            group: Index of their group.
             position_ids: Positions of the new tokens, shape (S,), int64.
-            window: Positions that a token sees, its own included.
 
         Returns:
             shape (S, capacity), float32.
         """
-        positions = np.full(self.capacity, -1, np.int64)
-        positions[self._slots] = np.arange(self.length)
-        return window_bias(position_ids, positions, window)
+        window = self.layout.groups[group].sliding_window
+        assert window is not None
+        return window_bias(position_ids, self.maps[group].positions, window)
 
     def check_room(self, tokens: int) -> None:
-        """Refuses more tokens than the context has room for.
+        """Refuses more tokens than there is room for.
 
         Raises:
-            DoesNotFitError: The model was not trained on that many positions.
+            DoesNotFitError: They are more than the context, or than the slots that fit into memory.
         """
-        wanted = self.length + tokens
-        if wanted > self.max_positions:
+        if tokens > self.room:
             raise DoesNotFitError(
-                f"{wanted} tokens are more than the model's context of {self.max_positions}; shorten the prompt or "
-                "start a new conversation"
+                f"{self.max_tokens - self.room + tokens} tokens are more than the {self.max_tokens} that the KV cache "
+                "has room for; shorten the prompt, start a new conversation, or use the policy 'window'"
             )
 
     def reserve(self, tokens: int, *, following: int = 0) -> None:
@@ -180,20 +173,16 @@ class KVCache:
             following: What will be needed after that, as far as it is known, such as the rest of a prompt.
 
         Raises:
-            DoesNotFitError: The context has no room for `tokens`.
+            DoesNotFitError: There is no room for `tokens`.
         """
         self.check_room(tokens)
-        wanted, held = self.length + tokens, self.capacity
-        total = min(wanted + following, self.max_positions)
-        if total <= held or (wanted <= held and self.length > 0):
-            return
-        ahead = held + held // 8
-        if following:
-            ahead = total if total <= 2 * held else held + held // 2
-        buckets = -(-max(wanted, ahead) // BUCKET_TOKENS)
-        self._resize(min(buckets * BUCKET_TOKENS, self.max_positions))
+        capacities = [
+            _grown(slots, limit, tokens, following) for slots, limit in zip(self.maps, self._limits, strict=True)
+        ]
+        if any(capacity > slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
+            self._resize(capacities)
 
-    def append(self, new: Sequence[LayerStack], rows: Sequence[int]) -> None:
+    def append(self, new: Sequence[StackArrays], rows: Sequence[int]) -> None:
         """Keeps rows of a step's new keys and values, in this order.
 
         Args:
@@ -201,69 +190,177 @@ class KVCache:
             rows: Indices of the new tokens to keep.
 
         Raises:
-            DoesNotFitError: They are more than the model's context has room for.
+            DoesNotFitError: There is no room for them.
         """
         self.reserve(len(rows))
-        slots = np.flatnonzero(self.past_bias[0, 0, 0] == MASKED)[: len(rows)]
-        target, source = _as_slice(slots), _as_slice(np.asarray(rows, np.int64))
-        for stack, fresh in zip(self.stacks, new, strict=True):
-            stack.keys[..., target] = fresh.keys[..., source]
-            stack.values[:, :, target] = fresh.values[:, :, source]
-        self.past_bias[..., target] = 0.0
-        self._slots = np.concatenate([self._slots, slots])
+        chosen, end = np.asarray(rows, np.int64), self._length + len(rows)
+        for index, slots in enumerate(self.maps):
+            kept = chosen[max(0, len(chosen) - self._make_room(index, len(rows))) :]
+            first = end - len(kept)
+            target = as_slice(slots.take(len(kept), first, first - self._shift))
+            source = as_slice(kept)
+            for arrays, fresh in zip(self.stacks, new, strict=True):
+                if arrays.stack.group == index:
+                    arrays.write(target, fresh, source)
+        self._length = end
+
+    def _make_room(self, group: int, tokens: int) -> int:
+        """Evicts what no later token of a window sees; returns how many of the new tokens the group holds."""
+        window, slots = self.layout.groups[group].sliding_window, self.maps[group]
+        if window is None:
+            return tokens
+        held = min(tokens, slots.capacity)
+        slots.evict_oldest(max(0, slots.live + held - slots.capacity))
+        return held
+
+    def reusable(self, length: int) -> bool:
+        """Whether a conversation can go on from its first `length` tokens, all others dropped.
+
+        What was evicted in between may be missed: tokens within a layer's sliding window, or those that KV heads have
+        chosen from. After sliding, half of what is held must remain.
+        """
+        if length > self._length or 0 < length < self._chosen_from:
+            return False
+        if 0 < length < self._length and self._slid_tokens and 2 * (self._length - length) > self.live:
+            return False
+        return all(
+            group.sliding_window is None or _holds_window(slots, length, group.sliding_window)
+            for group, slots in zip(self.layout.groups, self.maps, strict=True)
+        )
 
     def truncate(self, length: int) -> None:
-        """Forgets all tokens but the first `length`; of much room that is left, most is given back."""
-        self._slots = self._slots[:length]
-        # Derived anew from the map, so that an append that was interrupted half-way leaves no trace.
-        self.past_bias[:] = MASKED
-        self.past_bias[..., self._slots] = 0.0
-        needed = int(self._slots.max(initial=-1)) + 1
-        smaller = -(-max(needed, 1) // BUCKET_TOKENS) * BUCKET_TOKENS
-        if self.capacity >= 8 * BUCKET_TOKENS and smaller <= self.capacity // 2:
-            self._resize(smaller)
+        """Forgets all tokens but the first `length`; of much room that is left, most is given back.
 
-    def _resize(self, capacity: int) -> None:
-        """Moves everything to arrays of another capacity, which holds all live slots."""
-        slots, count, is_large = self._slots, min(self.capacity, capacity), self.size_bytes >= LARGE_BYTES
+        Args:
+            length: One that is `reusable`.
+        """
+        if length == 0 and self._length == 0 and self.live == 0:
+            return
+        if length == 0 and (self._slid_tokens or self._chosen_from):
+            self._start()
+            return
+        self._length = min(length, self._length)
+        for slots in self.maps:
+            slots.drop_from(length)
+        capacities = [_shrunk(slots) for slots in self.maps]
+        if any(capacity < slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
+            self._resize(capacities)
+
+    def slide(self, tokens: int, *, sinks: int) -> None:
+        """Evicts the oldest tokens but the first `sinks` from all groups without a sliding window."""
+        for _, slots, _ in self._unwindowed():
+            slots.evict_oldest(tokens, after=sinks)
+        self._slid_tokens += tokens
+
+    def lower_positions(self, by: int, turn: Callable[[StackArrays], None]) -> None:
+        """Gives all tokens positions that are lower by as many; `turn` rotates the keys of a stack accordingly."""
+        length, self._length = self._length, 0  # an interruption leaves nothing that is half turned
+        for arrays in self.stacks:
+            turn(arrays)
+        for slots in self.maps:
+            slots.positions[slots.order()] -= by
+        self._shift += by
+        self._length = length
+
+    def selected(self, slots: Sequence[SlotArray | None], *, give_back: bool = False) -> KVCache:
+        """Returns a cache with some tokens of each KV head, for the same conversation to go on with.
+
+        Args:
+            slots: For each stack the slots to keep, shape (layers, KV, n), int64, n being that of its group; None for
+                all, as they are.
+            give_back: Whether the memory of this cache goes meanwhile: it has no tokens then.
+        """
+        other = KVCache(self.layout, self.max_tokens, self.max_positions)
+        length, position = self._length, self.next_position
+        if give_back:
+            self._length = 0  # an interruption leaves nothing that is half there
+        maps = list(self.maps)
+        for stack, chosen in zip(self.layout.stacks, slots, strict=True):
+            kept = None if chosen is None else chosen.shape[2]
+            maps[stack.group] = _map_of_chosen(self.maps[stack.group], kept, self._limits[stack.group])
+            taken = maps[stack.group].take(kept or 0, 0, 0)
+            maps[stack.group].owners[taken], maps[stack.group].positions[taken] = length - 1, position - 1
+        stacks = tuple(
+            _chosen(arrays, chosen, maps[arrays.stack.group].capacity, give_back=give_back)
+            for arrays, chosen in zip(self.stacks, slots, strict=True)
+        )
+        other.arrays = CacheArrays(maps=tuple(maps), stacks=stacks)
+        other._length, other._shift, other._chosen_from = length, length - position, length
+        return other
+
+    def become(self, other: KVCache) -> None:
+        """Takes over what another cache of the same layout holds."""
+        self.arrays, self._shift, self._slid_tokens = other.arrays, other._shift, other._slid_tokens
+        self._chosen_from, self._length = other._chosen_from, other._length
+
+    def _resize(self, capacities: Sequence[int]) -> None:
+        """Moves everything to arrays of other capacities, which hold all live slots."""
+        length, is_large = self._length, self.size_bytes >= LARGE_BYTES
         if is_large:
-            self._slots = slots[:0]  # until all is moved, for an interruption to leave nothing that is half there
+            self._length = 0  # until all is moved, for an interruption to leave nothing that is half there
+        maps = tuple(
+            slots if slots.capacity == capacity else slots.resized(capacity)
+            for slots, capacity in zip(self.maps, capacities, strict=True)
+        )
         moved = []
-        for stack in self.stacks:
-            fresh = stack.empty(capacity)
-            for keys, values, new_keys, new_values in zip(
-                stack.keys, stack.values, fresh.keys, fresh.values, strict=True
-            ):
-                new_keys[..., :count] = keys[..., :count]
-                new_values[:, :count] = values[:, :count]
-                if is_large:
-                    _give_back(keys)
-                    _give_back(values)
+        for arrays in self.stacks:
+            capacity, held = capacities[arrays.stack.group], self.maps[arrays.stack.group].capacity
+            if capacity == held:
+                moved.append(arrays)
+                continue
+            fresh = StackArrays.empty(arrays.stack, self.layout.dtype, capacity)
+            arrays.move(fresh, min(capacity, held), give_back=is_large)
             moved.append(fresh)
-        past_bias = _all_masked(capacity)
-        past_bias[..., slots] = 0.0
         # In one assignment, for no interruption to leave arrays of two capacities.
-        self.arrays = CacheArrays(stacks=tuple(moved), past_bias=past_bias)
-        self._slots = slots
+        self.arrays = CacheArrays(maps=maps, stacks=tuple(moved))
+        self._length = length
 
 
-def _give_back(array: FloatArray) -> None:
-    """Lets the system have the pages of a contiguous array, whose contents are lost."""
-    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
-        # What it returns does not matter: pages that stay are freed with the array.
-        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+def slot_limit(sliding_window: int | None, max_tokens: int) -> int:
+    """Returns the most slots that a group has, when `max_tokens` are those of a group without a sliding window."""
+    return max_tokens if sliding_window is None else min(max_tokens, _buckets(sliding_window + ROLLBACK_TOKENS))
 
 
-def _all_masked(capacity: int) -> FloatArray:
-    return np.full((1, 1, 1, capacity), MASKED, np.float32)
+def _grown(slots: SlotMap, limit: int, tokens: int, following: int) -> int:
+    """Returns the capacity of a group that is to hold more tokens."""
+    wanted, held = min(slots.live + tokens, limit), slots.capacity
+    total = min(wanted + following, limit)
+    if total <= held or (wanted <= held and slots.live > 0):
+        return held
+    ahead = held + held // 8
+    if following:
+        ahead = total if total <= 2 * held else held + held // 2
+    return min(_buckets(max(wanted, ahead)), _rounded(limit))
 
 
-def _as_slice(indices: SlotArray) -> slice | SlotArray:
-    """Returns a slice for consecutive indices, which numpy copies several times faster."""
-    if len(indices) == 1:
-        return slice(int(indices[0]), int(indices[0]) + 1)
-    if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all()):
-        return slice(int(indices[0]), int(indices[-1]) + 1)
-    return indices
+def _shrunk(slots: SlotMap) -> int:
+    """Returns the capacity of a group of which little may be in use."""
+    smaller = _buckets(max(int(slots.order().max(initial=-1)) + 1, 1))
+    return smaller if slots.capacity >= 8 * BUCKET_TOKENS and smaller <= slots.capacity // 2 else slots.capacity
+
+
+def _holds_window(slots: SlotMap, length: int, window: int) -> bool:
+    """Whether all tokens are there that the token at index `length` sees of its past."""
+    first = max(0, length - window + 1)
+    return int(np.count_nonzero((slots.owners >= first) & (slots.owners < length))) == length - first
+
+
+def _map_of_chosen(slots: SlotMap, count: int | None, limit: int) -> SlotMap:
+    """Returns an empty map with room for `count` slots and for what follows them; for None, a copy."""
+    if count is None:
+        return slots.resized(slots.capacity)
+    return SlotMap(min(_buckets(count + ROLLBACK_TOKENS), _rounded(max(count, limit))))
+
+
+def _chosen(arrays: StackArrays, chosen: SlotArray | None, capacity: int, *, give_back: bool) -> StackArrays:
+    if chosen is not None:
+        return arrays.select(chosen, capacity, give_back=give_back)
+    return arrays if give_back else copy.deepcopy(arrays)
+
+
+def _buckets(tokens: int) -> int:
+    return -(-tokens // BUCKET_TOKENS) * BUCKET_TOKENS
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

@@ -12,12 +12,14 @@ from functools import cached_property
 from pathlib import Path
 
 from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
+from edgekit.cache_layout import KVCacheDtype, cache_layout
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
 from edgekit.runtime.detokenizer import StreamingDetokenizer
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.output import CompletionChunk, CompletionOutput, FinishReason, Timings, Usage
+from edgekit.runtime.policies import PolicyOptions
 from edgekit.runtime.sampling import SampledToken, SamplingParams
 from edgekit.runtime.session import Session
 from edgekit.runtime.stopping import StopChecker
@@ -56,7 +58,7 @@ class LLM:
         vocab_size: Token ids that may be drawn: those that both the model and the tokenizer know.
     """
 
-    def __init__(self, bundle: str | os.PathLike[str], *, threads: int | None = None) -> None:
+    def __init__(self, bundle: str | os.PathLike[str], *, threads: int | None = None, kv_cache_dtype: KVCacheDtype | None = None) -> None:
         """Opens, checks and loads a bundle.
 
         Args:
@@ -74,16 +76,17 @@ class LLM:
         self.threads = threads or default_threads()
         spec = self.bundle.manifest.spec
         self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
-        self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle), spec, self.threads)
+        layout = cache_layout(spec, kv_cache_dtype or self.bundle.manifest.kv_cache_dtype)
+        self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle, layout), spec, self.threads, layout)
         self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._session = self.new_session()
 
-    def new_session(self) -> Session:
+    def new_session(self, policy: PolicyOptions | None = None) -> Session:
         """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`."""
-        return Session(self.bundle.manifest.spec, self.backend, Autoregressive())
+        return Session(self.bundle.manifest.spec, self.backend, Autoregressive(), policy=policy)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, session: Session | None = None

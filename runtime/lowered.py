@@ -3,13 +3,14 @@
 The portable graph runs anywhere and is tuned for nothing. Rewriting it takes a second and a graph library, so
 it is done in a process of its own; later loads find the result by the bundle's digest.
 
-    lowered/<digest>-<target>-<version>/   model.onnx, model.onnx.data, and files.json with their sizes and sha256
+    lowered/<digest>-<target>-<version>-<cache dtype>-<layout>/   model.onnx, model.onnx.data, and files.json with their sizes and sha256
     verified/<path>                        size, times and inode of every file that was hashed and found right
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import logging
@@ -27,6 +28,7 @@ import msgspec
 import platformdirs
 
 from edgekit.bundle import GRAPH, GRAPH_DATA, Bundle, FileRecord, sha256_file
+from edgekit.cache_layout import CacheLayout
 from edgekit.errors import CorruptArtifactError, DoesNotFitError, EdgeKitError, StorageError, UnsupportedError
 from edgekit.ort import ort
 
@@ -56,17 +58,20 @@ def verify_once(bundle: Bundle) -> None:
     _verify_once(bundle.path, bundle.digest, bundle.manifest.files, bundle.verify)
 
 
-def lowered_graph(bundle: Bundle) -> Path:
+def lowered_graph(bundle: Bundle, layout: CacheLayout) -> Path:
     """Returns the graph lowered for ONNX Runtime on this CPU, making it when there is none or it is damaged.
 
     Args:
         bundle: A verified bundle.
+        layout: How the runtime keeps the KV cache.
 
     Raises:
         StorageError: The cache directory cannot be written.
         EdgeKitError: The lowering failed; the error says why.
     """
-    directory = cache_directory() / "lowered" / f"{bundle.digest[:32]}-{TARGET}-{_version()}"
+    encoded = msgspec.json.encode(layout)
+    name = f"{bundle.digest[:32]}-{TARGET}-{_version()}-{layout.dtype}-{hashlib.sha256(encoded).hexdigest()[:8]}"
+    directory = cache_directory() / "lowered" / name
     if _is_whole(directory):
         _note_use(directory)
     else:
@@ -76,7 +81,7 @@ def lowered_graph(bundle: Bundle) -> Path:
                 if not _is_whole(directory):  # nobody has made it in the meantime
                     logger.info("lowering %s for ONNX Runtime on this CPU (once)", bundle.path)
                     _remove_unused(directory.parent)
-                    _make(bundle.file(GRAPH), directory)
+                    _make(bundle.file(GRAPH), directory, encoded.decode())
         except OSError as error:
             raise StorageError(
                 f"cannot write the cache {str(directory.parent)!r}: {error.strerror or error}; set ${CACHE_VARIABLE} "
@@ -100,21 +105,34 @@ def _remove_unused(parent: Path) -> None:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _make(graph: Path, directory: Path) -> None:
+def _make(graph: Path, directory: Path, layout: str) -> None:
     """Lowers a graph into a directory that appears in one rename; the caller holds the lock."""
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        _run_lowering(graph, partial)
+        _run_lowering(graph, partial, layout)
         files = {
             path.name: FileRecord(size=path.stat().st_size, sha256=sha256_file(path)) for path in partial.iterdir()
         }
+        _share_data(partial, directory, files)
         (partial / FILES).write_bytes(msgspec.json.encode(files))
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _share_data(partial: Path, directory: Path, files: dict[str, FileRecord]) -> None:
+    """Keeps the weights of a bundle once, whatever the layouts of the caches that it was lowered for."""
+    prefix = directory.name.rsplit("-", 2)[0]
+    for sibling in directory.parent.glob(f"{glob.escape(prefix)}-*"):
+        with suppress(OSError, msgspec.DecodeError, KeyError):  # a neighbour that is damaged, or another file system
+            known = msgspec.json.decode((sibling / FILES).read_bytes(), type=dict[str, FileRecord])
+            if known[GRAPH_DATA] == files[GRAPH_DATA] and sha256_file(sibling / GRAPH_DATA) == known[GRAPH_DATA].sha256:
+                os.link(sibling / GRAPH_DATA, partial / "shared")
+                (partial / "shared").replace(partial / GRAPH_DATA)
+                return
 
 
 def _is_whole(directory: Path) -> bool:
@@ -168,8 +186,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_lowering(graph: Path, output: Path) -> None:
-    command = [sys.executable, "-m", "edgekit.export.lowering", TARGET, str(graph.absolute()), str(output.absolute())]
+def _run_lowering(graph: Path, output: Path, layout: str) -> None:
+    command = [sys.executable, "-m", "edgekit.export.lowering", TARGET]
+    command += [str(graph.absolute()), str(output.absolute()), layout]
     try:
         # Python imports from the current directory first, which may be anybody's: it is the empty output instead.
         done = subprocess.run(command, cwd=output, capture_output=True, text=True, check=False)

@@ -75,7 +75,7 @@ def perplexity(
         )
     token_ids = np.array(llm.tokenizer.encode(text, add_special_tokens=False), np.int64)
     count = _count_windows(len(token_ids), windows, window_tokens)
-    cache = KVCache(spec)
+    cache = KVCache(llm.backend.layout, window_tokens)
     runner = llm.backend.runner(cache)
     total = 0.0
     for index, window in enumerate(token_ids[: count * window_tokens].reshape(count, window_tokens)):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.runtime.cache import KVCache
-from edgekit.runtime.prefill import read_chunks
+from edgekit.runtime.policies import PolicyOptions, make_policy
+from edgekit.runtime.policies.base import ReadPrompt
+from edgekit.runtime.prefill import Chunk, ReadOptions, read_chunks
 from edgekit.runtime.sampling import SampledToken, Sampler, SamplingParams
 from edgekit.runtime.step import Backend
 from edgekit.runtime.strategies.base import Strategy, accept
@@ -20,6 +23,21 @@ from edgekit.spec import DecoderSpec
 PREFILL_CHUNK_TOKENS = 128
 # Room that a prompt leaves in the cache, for the first tokens of an answer not to move all that was read.
 ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """What a conversation may take.
+
+    Attributes:
+        max_tokens: Slots of the KV cache.
+        max_positions: Positions of its tokens: those that the model was trained on, unless the user wants more.
+        chunk_tokens: Tokens of a step that reads a prompt.
+    """
+
+    max_tokens: int
+    max_positions: int
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS
 
 
 class Session:
@@ -33,17 +51,36 @@ class Session:
         backend: Runs its steps.
     """
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        backend: Backend,
+        strategy: Strategy,
+        limits: SessionLimits | None = None,
+        policy: PolicyOptions | None = None,
+    ) -> None:
         """Starts an empty conversation.
 
         Args:
             spec: The decoder.
             backend: Runs its steps.
             strategy: Proposes what a step computes.
+            limits: What the conversation may take; the model's context when None.
+            policy: What it does when its cache is full; "stop" when None.
+
+        Raises:
+            UsageError: There is no such policy, or its budget is out of range.
+            UnsupportedError: The policy cannot work with the model or its bundle.
         """
         self.spec = spec
         self.backend = backend
-        self._cache = KVCache(spec)
+        self.limits = limits or SessionLimits(max_tokens=spec.max_positions, max_positions=spec.max_positions)
+        self.policy = make_policy(policy or PolicyOptions(), spec, backend)
+        slots = self.policy.slots(self.limits.max_tokens)
+        # A conversation that goes on forever has positions within its cache.
+        positions = None if self.policy.makes_room else self.limits.max_positions
+        self._cache = KVCache(backend.layout, slots, positions)
+        self._chunk_tokens = min(self.limits.chunk_tokens, max(1, slots // 2))
         self._runner = backend.runner(self._cache)
         self._strategy = strategy
         self._token_ids: list[int] = []
@@ -97,17 +134,18 @@ class Session:
         first = sampler.sample(logits, token_ids)
         token_ids.append(first.token_id)
         yield first
-        while not self._cancelled and self._cache.length < self._cache.max_positions:
+        while not self._cancelled and (self.policy.makes_room or self._cache.room > 0):
             draft = self._strategy.propose(token_ids)
+            self.policy.make_room(self._cache, len(draft.token_ids))
             self._cache.reserve(1)
-            inputs = draft.step_inputs(self._cache.length)
+            inputs = draft.step_inputs(self._cache.next_position)
             if self._has_rope_ranges and self.spec.rope_range(inputs.sequence_length) != self._rope_range:
                 self._prefill(token_ids[:-1], inputs.sequence_length)
                 continue
             outputs = self._runner.step(inputs)
             accepted = accept(draft, outputs.logits, sampler, token_ids)
             # A tree knows nothing of the end of the context, where its path is cut.
-            room = self._cache.max_positions - self._cache.length
+            room = self._cache.room
             nodes = accepted.nodes[:room]
             self._cache.append(outputs.stacks, nodes)
             self._token_ids += [int(draft.token_ids[node]) for node in nodes]
@@ -127,9 +165,17 @@ class Session:
         for token in prompt:
             if not isinstance(token, (int, np.integer)) or not 0 <= token < self.spec.vocab_size:
                 raise UsageError(f"token id {token!r} is not in the model's vocabulary of {self.spec.vocab_size}")
-        if len(prompt) > self.spec.max_positions:
+        if self.policy.makes_room:
+            return
+        if len(prompt) > self.limits.max_positions:
             raise DoesNotFitError(
-                f"the prompt has {len(prompt)} tokens, the model's context {self.spec.max_positions}; shorten it"
+                f"the prompt has {len(prompt)} tokens, the model's context {self.limits.max_positions}; shorten it, or use "
+                "the KV policy 'window'"
+            )
+        if len(prompt) > self._cache.max_tokens:
+            raise DoesNotFitError(
+                f"the prompt has {len(prompt)} tokens, the KV cache has room for {self._cache.max_tokens}; shorten it, use "
+                "the KV policy 'window', a smaller --kv-cache-dtype, or a larger context size or memory budget"
             )
 
     def shared_prefix(self, prompt: Sequence[int]) -> int:
@@ -140,7 +186,8 @@ class Session:
         if self.spec.rope_range(sequence_length) != self._rope_range:
             return 0  # the keys in the cache carry rotations that a text of this length does not have
         known = zip(self._token_ids[: self._cache.length], prompt[:-1], strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known))
+        return shared if self._cache.reusable(shared) else 0
 
     def _prefill(self, prompt: list[int], sequence_length: int) -> npt.NDArray[np.float32] | None:
         """Brings the cache to the end of the prompt; returns the last token's logits, None when cancelled."""
@@ -148,23 +195,38 @@ class Session:
         self._forget(shared)
         self._rope_range = self.spec.rope_range(sequence_length)
         pending = np.array(prompt[shared:], np.int64)
-        self._cache.check_room(len(pending))
-        chunks = read_chunks(
-            self._runner,
-            self._cache,
-            pending,
-            np.array([len(pending) - 1]),
+        if not self.policy.makes_room:
+            self._cache.check_room(len(pending))
+        options = ReadOptions(
             sequence_length=sequence_length,
-            chunk_tokens=PREFILL_CHUNK_TOKENS,
+            chunk_tokens=self._chunk_tokens,
             following=ANSWER_TOKENS,
+            observed_tokens=self.policy.observed_tokens,
+            make_room=lambda tokens: self.policy.make_room(self._cache, tokens),
         )
-        logits: npt.NDArray[np.float32] | None = None
-        while logits is None and not self._cancelled:
-            chunk, rows = next(chunks)
-            self._token_ids += chunk.tolist()
-            logits = rows[0] if len(rows) else None
-        return logits
+        chunks = read_chunks(self._runner, self._cache, pending, np.array([len(pending) - 1]), options)
+        while not self._cancelled:
+            chunk = next(chunks)
+            self._token_ids += chunk.token_ids.tolist()
+            if len(chunk.logits):
+                logits = chunk.logits[0].copy()
+                self.policy.after_prompt(self._read_prompt(prompt, chunk, logits))
+                return logits
+        return None
+
+    def _read_prompt(self, prompt: list[int], chunk: Chunk, logits: npt.NDArray[np.float32]) -> ReadPrompt:
+        return ReadPrompt(
+            cache=self._cache,
+            token_ids=prompt,
+            observed_tokens=len(chunk.token_ids),
+            logits=logits,
+            attention_mass=chunk.attention_mass,
+            runner=self._runner,
+            start=self.backend.runner,
+        )
 
     def _forget(self, length: int) -> None:
         self._cache.truncate(length)
+        if length == 0:
+            self.policy.reset()
         del self._token_ids[length:]

@@ -9,8 +9,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgekit.cache_layout import CacheLayout
 from edgekit.contract import MASKED
-from edgekit.runtime.cache import KVCache, LayerStack
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.cache_arrays import FloatArray, StackArrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class StepInputs:
         new_bias: shape (S, S), float32: row s is 0 where token s sees a new token and `MASKED` elsewhere.
         logit_rows: shape (R,), int64: new tokens whose logits are wanted.
         sequence_length: Tokens of the whole text: past, new, and those of the prompt that are still to come.
+        attention_mass: Whether the attention that slots and new tokens get is wanted, of a graph that says it.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -30,6 +33,7 @@ class StepInputs:
     new_bias: npt.NDArray[np.float32]
     logit_rows: npt.NDArray[np.int64]
     sequence_length: int
+    attention_mass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,13 @@ class StepOutputs:
     Attributes:
         logits: shape (R, V), float32.
         stacks: New keys and values, one per stack of the cache.
+        attention_mass: If it was wanted: probability that slots and new tokens got, summed over the query heads of a KV
+            head and over the new tokens, one array per stack of the cache, shape (layers, KV, capacity + S), float32.
     """
 
     logits: npt.NDArray[np.float32]
-    stacks: Sequence[LayerStack]
+    stacks: Sequence[StackArrays]
+    attention_mass: Sequence[FloatArray] = ()
 
 
 class StepRunner(Protocol):
@@ -54,6 +61,14 @@ class StepRunner(Protocol):
 
 class Backend(Protocol):
     """A decoder, loaded and ready to run."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """How it wants the cache."""
+
+    @property
+    def has_attention_mass(self) -> bool:
+        """Whether its steps can say which tokens are attended to."""
 
     def runner(self, cache: KVCache) -> StepRunner:
         """Starts a conversation that keeps its past in `cache`."""

@@ -22,7 +22,7 @@ from transformers import Cache
 
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.cache import KVCache
-from edgekit.runtime.prefill import read_chunks
+from edgekit.runtime.prefill import ReadOptions, read_chunks
 from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
 from edgekit.runtime.step import Backend
 from edgekit.spec import DecoderSpec
@@ -43,7 +43,7 @@ class Conversation:
         """
         self._backend = backend
         self._spec = spec
-        self._cache = KVCache(spec)
+        self._cache = KVCache(backend.layout, spec.max_positions, spec.max_positions)
         self._runner = backend.runner(self._cache)
         self._token_ids: Tokens = np.zeros(0, np.int64)
         self._rope_range = 0
@@ -79,17 +79,11 @@ class Conversation:
             token_ids, wanted = np.concatenate([self._token_ids, token_ids]), wanted + self.length
             self.forget(self.length)
         done = 0
-        for chunk, found in read_chunks(
-            self._runner,
-            self._cache,
-            token_ids,
-            wanted,
-            sequence_length=end,
-            chunk_tokens=PREFILL_CHUNK_TOKENS,
-        ):
-            self._token_ids = np.concatenate([self._token_ids, chunk])
-            logits[done : done + len(found)] = found
-            done += len(found)
+        options = ReadOptions(sequence_length=end, chunk_tokens=PREFILL_CHUNK_TOKENS)
+        for chunk in read_chunks(self._runner, self._cache, token_ids, wanted, options):
+            self._token_ids = np.concatenate([self._token_ids, chunk.token_ids])
+            logits[done : done + len(chunk.logits)] = chunk.logits
+            done += len(chunk.logits)
 
     def forget(self, tokens: int) -> None:
         """Drops the last tokens."""

@@ -1,20 +1,23 @@
 """Causal self-attention in two parts: over the cache, which is only read, and over the new tokens.
 
     heads     q_proj [B, S, H·dk] ─▶ [B, S, H, dk] ─▶ (q_norm) ─▶ [B, H, S, dk] ─▶ rope ─▶ × scale ─▶ q [B, KV, G·S, dk]
-              k_proj [B, S, KV·dk] ─▶ … ─▶ (k_norm) ─▶ [B, KV, S, dk] ─▶ rope ─▶ Transpose ─▶ new_key [B, KV, dk, S]
-              v_proj [B, S, KV·dv] ─▶ [B, S, KV, dv] ─▶ Transpose ─▶ new_value [B, KV, S, dv]
+              k_proj [B, S, KV·dk] ─▶ … ─▶ (k_norm) ─▶ [B, KV, S, dk] ─▶ rope ─▶ Transpose ─▶ new key [B, KV, dk, S]
+              v_proj [B, S, KV·dv] ─▶ [B, S, KV, dv] ─▶ Transpose ─▶ new value [B, KV, S, dv]
 
     attention               q ─────┬──────────────┐
                                    ▼              ▼
-              past_key [dk × C]─▶MatMul  new_key▶MatMul
+              past_key [dk × C]─▶MatMul  new key▶MatMul
                                    └──▶ Concat ◀──┘          [B, KV, G·S, C + S]
                                      (soft cap)
                                           + bias             [B, 1, G·S, C + S]
                                         Softmax
                                    ┌──── Split ───┐
                                    ▼              ▼
-            past_value [C × dv]─▶MatMul new_value▶MatMul
+            past_value [C × dv]─▶MatMul new value▶MatMul
                                    └────▶ Add ◀───┘          [B, KV, G·S, dv] ─▶ [B, S, H·dv]
+
+The scales of an int8 cache multiply the past's scores (keys) and probabilities (values); `edgekit.export.graph.kv_cache`
+has how the cache is stored.
 
 H = KV·G query heads; the G heads that share a KV head are folded into the rows, so keys and values are never
 repeated. Row g·S + s is new token s of query head g.
@@ -29,6 +32,7 @@ import onnx_ir as ir
 
 from edgekit import contract
 from edgekit.export.graph.builder import GraphBuilder
+from edgekit.export.graph.kv_cache import GraphOptions, PastTensors, as_float
 from edgekit.export.graph.norm import rms
 from edgekit.rope import DynamicScaling, LongRopeScaling, RopeSpec
 from edgekit.spec import AttentionSpec
@@ -156,9 +160,9 @@ class Projections:
 
 
 def heads(
-    g: GraphBuilder, layer: int, projected: Projections, table: RopeTable | None, spec: AttentionSpec
+    g: GraphBuilder, projected: Projections, table: RopeTable | None, spec: AttentionSpec
 ) -> HeadTensors:
-    """Splits the projections into heads, normalizes and rotates them; new keys and values become outputs."""
+    """Splits the projections into heads, normalizes and rotates them."""
     inputs = [
         projected.query,
         projected.key,
@@ -184,9 +188,6 @@ def heads(
         key = _rotate(g, _split(g, projected.key, spec.key_dim, spec, projected.key_norm), table, spec)
         key = g.op("Transpose", key, attributes={"perm": [0, 1, 3, 2]})
         value = _split(g, projected.value, spec.value_dim, spec, None)
-        kv = spec.num_kv_heads
-        g.output(key, contract.new_key(layer), ir.DataType.FLOAT, ["batch", kv, spec.key_dim, "sequence"])
-        g.output(value, contract.new_value(layer), ir.DataType.FLOAT, ["batch", kv, "sequence", spec.value_dim])
         outputs += [query, key, value]
     return HeadTensors(query=query, key=key, value=value)
 
@@ -214,33 +215,59 @@ def _rotate(g: GraphBuilder, x: ir.Value, table: RopeTable | None, spec: Attenti
     return g.op("Concat", *rotated, *passed, attributes={"axis": -1})
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How a layer attends.
+
+    Attributes:
+        layer: Its index.
+        num_kv_heads: Heads of its cache.
+        group_size: Query heads of each of them.
+        cap: Soft cap of the scores; None for none.
+        graph: Options of the whole graph.
+    """
+
+    layer: int
+    num_kv_heads: int
+    group_size: int
+    cap: float | None
+    graph: GraphOptions
+
+
 def attention(
-    g: GraphBuilder,
-    tensors: HeadTensors,
-    past: tuple[ir.Value, ir.Value],
-    bias: AttentionBias,
-    cap: float | None,
+    g: GraphBuilder, tensors: HeadTensors, past: PastTensors, bias: AttentionBias, options: AttentionOptions
 ) -> ir.Value:
     """Attends over the cache and the new tokens; returns (B, KV, G·S, dv).
 
     Args:
         g: The graph.
         tensors: Queries, keys and values of the new tokens.
-        past: past_key and past_value.
+        past: The layer's share of the cache.
         bias: What is added to the scores.
-        cap: Soft cap of the scores.
+        options: See `AttentionOptions`.
     """
-    past_key, past_value = past
-    inputs = [tensors.query, tensors.key, tensors.value, past_key, past_value, bias.bias, bias.lengths]
-    with g.block("attention", inputs, {"softcap": cap}) as outputs:
-        past_scores = g.op("MatMul", tensors.query, past_key)
+    dtype, layer = options.graph.kv_cache_dtype, options.layer
+    inputs = [tensors.query, tensors.key, tensors.value, past.key, past.value, bias.bias, bias.lengths]
+    attributes = {"softcap": options.cap, "layer": layer, "group_size": options.group_size}
+    with g.block("attention", inputs, attributes) as outputs:
+        past_scores = g.op("MatMul", tensors.query, as_float(g, past.key, dtype))
+        if past.key_scale is not None:
+            past_scores = g.op("Mul", past_scores, past.key_scale)
         new_scores = g.op("MatMul", tensors.query, tensors.key)
         scores = g.op("Concat", past_scores, new_scores, attributes={"axis": -1})
-        biased = g.op("Add", softcap(g, scores, cap), bias.bias)
+        biased = g.op("Add", softcap(g, scores, options.cap), bias.bias)
         probabilities = g.op("Softmax", biased, attributes={"axis": -1})
         over_past, over_new = g.ops("Split", [probabilities, bias.lengths], 2, {"axis": -1})
-        context = g.op("Add", g.op("MatMul", over_past, past_value), g.op("MatMul", over_new, tensors.value))
+        if past.value_scale is not None:
+            over_past = g.op("Mul", over_past, past.value_scale)
+        past_context = g.op("MatMul", over_past, as_float(g, past.value, dtype))
+        context = g.op("Add", past_context, g.op("MatMul", over_new, tensors.value))
         outputs.append(context)
+        if options.graph.attention_scores:
+            mass = g.op("ReduceSum", probabilities, g.ints(2), attributes={"keepdims": 0})
+            shape = ["batch", options.num_kv_heads, f"attended.{layer}"]
+            g.output(mass, contract.attention_mass(layer), ir.DataType.FLOAT, shape)
+            outputs.append(mass)
     return context
 
 

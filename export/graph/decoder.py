@@ -19,6 +19,7 @@ import onnx_ir as ir
 from edgekit import contract
 from edgekit.export.graph.attention import (
     AttentionBias,
+    AttentionOptions,
     Projections,
     RopeTable,
     attention,
@@ -32,6 +33,7 @@ from edgekit.export.graph.attention import (
     windowed,
 )
 from edgekit.export.graph.builder import IR_VERSION, GraphBuilder
+from edgekit.export.graph.kv_cache import GraphOptions, cache_rows, past_inputs
 from edgekit.export.graph.linear import LinearInputs, embedding, linear
 from edgekit.export.graph.mlp import gated_activation, plain_activation
 from edgekit.export.graph.norm import norm
@@ -42,18 +44,21 @@ from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpe
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
-def build_graph(spec: DecoderSpec, weights: dict[str, StoredWeight], producer_version: str) -> ir.Model:
+def build_graph(
+    spec: DecoderSpec, weights: dict[str, StoredWeight], producer_version: str, options: GraphOptions
+) -> ir.Model:
     """Builds the portable graph.
 
     Args:
         spec: The decoder.
         weights: Every tensor of `spec.tensor_shapes()`, by canonical name.
         producer_version: EdgeKit's version, for the model's header.
+        options: See `GraphOptions`.
 
     Returns:
         An opset 21 model of the standard domain whose weights lie in the data file.
     """
-    return _DecoderGraph(spec, weights).build(producer_version)
+    return _DecoderGraph(spec, weights, options).build(producer_version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,8 @@ class _Step:
 
 
 class _DecoderGraph:
-    def __init__(self, spec: DecoderSpec, weights: dict[str, StoredWeight]) -> None:
+    def __init__(self, spec: DecoderSpec, weights: dict[str, StoredWeight], options: GraphOptions) -> None:
+        self.options = options
         self.spec = spec
         self.weights = weights
         self.g = GraphBuilder(spec.family)
@@ -128,9 +134,8 @@ class _DecoderGraph:
 
     def _attention(self, index: int, spec: AttentionSpec, normed: ir.Value, step: _Step) -> ir.Value:
         g, name = self.g, f"layers.{index}.self_attn"
-        kv, capacity = spec.num_kv_heads, f"capacity.{self._group_of[index]}"
-        past_key = g.input(contract.past_key(index), FLOAT, ["batch", kv, spec.key_dim, capacity])
-        past_value = g.input(contract.past_value(index), FLOAT, ["batch", kv, capacity, spec.value_dim])
+        dtype = self.options.kv_cache_dtype
+        past = past_inputs(g, index, spec, dtype, f"capacity.{self._group_of[index]}")
         inputs = LinearInputs(g, normed)
         query, key = self._linear(f"{name}.q_proj", inputs), self._linear(f"{name}.k_proj", inputs)
         value = self._linear(f"{name}.v_proj", inputs)
@@ -141,8 +146,16 @@ class _DecoderGraph:
         elif spec.qk_norm is not None:
             head_norms = self._vector(f"{name}.q_norm.weight"), self._vector(f"{name}.k_norm.weight")
         projected = Projections(query=query, key=key, value=value, query_norm=head_norms[0], key_norm=head_norms[1])
-        tensors = heads(g, index, projected, self._table(spec.rope, step), spec)
-        attended = attention(g, tensors, (past_key, past_value), self._bias(index, step), spec.softcap)
+        tensors = heads(g, projected, self._table(spec.rope, step), spec)
+        cache_rows(g, index, (tensors.key, tensors.value), spec, dtype)
+        options = AttentionOptions(
+            layer=index,
+            num_kv_heads=spec.num_kv_heads,
+            group_size=spec.group_size,
+            cap=spec.softcap,
+            graph=self.options,
+        )
+        attended = attention(g, tensors, past, self._bias(index, step), options)
         context = join_heads(g, attended, spec)
         return self._linear(f"{name}.o_proj", LinearInputs(g, context))
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from edgekit.cache_layout import CacheLayout
 from edgekit.errors import UnsupportedError, one_of
 from edgekit.export.data_file import Arrays, DataFile, Part
 from edgekit.export.graph.builder import BLOCK_ID, BLOCK_RECORD, GraphBuilder
@@ -68,16 +69,22 @@ class Lowering:
         blocks: Its blocks by name.
         g: The graph being built.
         data: The data file being planned.
+        layout: How the runtime keeps the cache.
         merged: Results of concatenated projections, by the portable results that they hold.
         output_scale: Factors that results of projections are to be multiplied by, by the portable result.
+        rows: New keys [B, KV, dk, S] and values [B, KV, S, dv] by layer.
+        masses: Attention that slots and new tokens get [B, KV, C + S] by layer, in a graph that says it.
     """
 
     source: ir.Graph
     blocks: dict[str, Block]
     g: GraphBuilder
     data: DataFile
+    layout: CacheLayout
     merged: dict[tuple[ir.Value | None, ...], ir.Value] = field(default_factory=dict)
     output_scale: dict[ir.Value | None, float] = field(default_factory=dict)
+    rows: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
+    masses: dict[int, ir.Value] = field(default_factory=dict)
     _once: dict[Hashable, ir.Value] = field(default_factory=dict)
     _weights: dict[str, tuple[ir.Value, ...]] = field(default_factory=dict)
     _values: dict[ir.Value, ir.Value] = field(default_factory=dict)
@@ -141,20 +148,25 @@ class Target:
 
     Attributes:
         table: For each kind of block the function that emits its replacement.
-        input_signature: Gives the new graph's signature of an input of the portable one.
+        is_own: Whether the target declares an input of the portable graph itself, in a form of its own.
+        finish: Emits what is made of all layers together.
     """
 
     table: Mapping[str, LowerBlock]
-    input_signature: Callable[[Signature], Signature] = lambda signature: signature
+    is_own: Callable[[str], bool]
+    finish: Callable[[Lowering], None]
 
 
-def lower(model: ir.Model, target: Target, location: str) -> tuple[ir.Model, DataFile]:
+def lower(
+    model: ir.Model, target: Target, location: str, layout: CacheLayout
+) -> tuple[ir.Model, DataFile]:
     """Rewrites a portable model for a target.
 
     Args:
         model: The portable model.
         target: What to rewrite it for.
         location: Name of the new data file.
+        layout: How the runtime keeps the cache.
 
     Returns:
         The new model and its data file, still to be written.
@@ -164,9 +176,10 @@ def lower(model: ir.Model, target: Target, location: str) -> tuple[ir.Model, Dat
     """
     source = model.graph
     g = GraphBuilder(source.name or "decoder")
-    state = Lowering(source=source, blocks=read_blocks(source), g=g, data=DataFile(location))
+    state = Lowering(source=source, blocks=read_blocks(source), g=g, data=DataFile(location), layout=layout)
     for value in source.inputs:
-        state[value] = g.input(*target.input_signature(_signature(value)))
+        if not target.is_own(value.name or ""):
+            state[value] = g.input(*_signature(value))
     done: set[str] = set()
     for node in source:
         name = node.metadata_props.get(BLOCK_ID)
@@ -181,10 +194,7 @@ def lower(model: ir.Model, target: Target, location: str) -> tuple[ir.Model, Dat
                 )
             with g.scope(name):
                 target.table[block.kind](state, block)
-    order = {value.name: index for index, value in enumerate(source.outputs)}
-    outputs = sorted(g.graph.outputs, key=lambda value: order[value.name])
-    g.graph.outputs.clear()
-    g.graph.outputs.extend(outputs)
+    target.finish(state)
     lowered = ir.Model(g.graph, ir_version=model.ir_version, producer_name=model.producer_name)
     RemoveUnusedNodesPass()(lowered)
     return lowered, state.data

@@ -6,7 +6,7 @@ a Gemm; heads get their four dimensions back from the shape of input_ids. Per la
     SkipSimplifiedLayerNormalization          residual sum and norm in one
     MatMulNBits q|k|v                         int8 activations (accuracy level 4)
     Reshape, Transpose, Split, RotaryEmbedding, Split, Reshape, Transpose
-    Unsqueeze ×2, MatMul ×2, Concat, Add, Softmax, Split, MatMul ×2, Add
+    attention: `edgekit.export.lowering.ort_cpu_attention`
     Transpose, Reshape
     MatMulNBits o
     SkipSimplifiedLayerNormalization
@@ -15,9 +15,6 @@ a Gemm; heads get their four dimensions back from the shape of input_ids. Per la
 
 and for affine blocks, before each of the four matrices, MatMul (block sums) and after it Gemm (+ offsets).
 Projections that read the same activation and are stored alike are concatenated into one matrix.
-
-The cache has one more axis than in the portable graph, past_key_values.{l}.key [B, KV, 1, dk, C] and .value
-[B, KV, 1, C, dv], along which the query heads of a group are broadcast.
 """
 
 from __future__ import annotations
@@ -28,9 +25,10 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekit import contract
-from edgekit.export.graph.attention import scaled, softcap
+from edgekit.export.graph.attention import scaled
 from edgekit.export.graph.mlp import activate
-from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, Signature, Target
+from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, Target
+from edgekit.export.lowering.ort_cpu_attention import attention, attention_bias, cache_rows, is_folded, stacked_outputs
 from edgekit.export.lowering.packing import PackedMatrix, dimension, packed, vectors, widened
 from edgekit.spec import Activation
 
@@ -205,7 +203,8 @@ def _heads(state: Lowering, block: Block) -> None:
         k = _rotate(state, block, _head_norm(state, block, k, key_norm, 1.0))
     if query_norm is None and query not in state.output_scale:
         q = scaled(g, q, a["scale"])
-    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, num_heads // kv, -1, width))
+    rows = (-1,) if is_folded(state) else (num_heads // kv, -1)
+    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, *rows, width))
     state[block.outputs[1]] = g.op("Transpose", k, attributes={"perm": [0, 1, 3, 2]})
     state[block.outputs[2]] = new_value
 
@@ -235,48 +234,14 @@ def _rotate(state: Lowering, block: Block, x: ir.Value) -> ir.Value:
     return state.g.op(f"{MS}RotaryEmbedding", x, indices, state[cos], state[sin], attributes=attributes)
 
 
-def _attention_bias(state: Lowering, block: Block) -> None:
-    """[B, 1, 1 or S, C] and [B, 1, S, S] ─▶ [B, 1, 1, S, C + S]: the same for all heads, whatever their grouping."""
-    g, (past_bias, new_bias) = state.g, state.operands(block)
-    bias, lengths = block.outputs
-
-    def build() -> ir.Value:
-        rows = g.op("Shape", state[new_bias], attributes={"start": 0, "end": 3})
-        past = g.op("Expand", state[past_bias], g.op("Concat", rows, g.ints(1), attributes={"axis": 0}))
-        return g.op("Unsqueeze", g.op("Concat", past, state[new_bias], attributes={"axis": 3}), g.ints(2))
-
-    def build_lengths() -> ir.Value:
-        axis = {"start": 3, "end": 4}
-        sizes = (g.op("Shape", state[part], attributes=axis) for part in (past_bias, new_bias))
-        return g.op("Concat", *sizes, attributes={"axis": 0})
-
-    state[bias] = state.once(("attention bias", past_bias, new_bias), build)
-    state[lengths] = state.once(("attention lengths", past_bias, new_bias), build_lengths)
-
-
-def _attention(state: Lowering, block: Block) -> None:
-    """As the portable block, with one product per query head.
-
-    A product of S rows with all of a head's past is S times the cache read from front to back. Folded into one product
-    of G·S rows, as the portable graph has it, ONNX Runtime first copies the cache into another layout, which takes
-    longer than reading it G times: a head's past stays in the core's own cache.
-
-    q [B, KV, G, S, dk] · past_key [B, KV, 1, dk, C] ─▶ … ─▶ [B, KV, G, S, dv]
-    """
-    g, operands = state.g, state.operands(block)
-    query, key, value, past_key, past_value, bias, lengths = (state[operand] for operand in operands)
-    key, value = (g.op("Unsqueeze", part, g.ints(2)) for part in (key, value))
-    products = [g.op("MatMul", query, keys) for keys in (past_key, key)]
-    scores = softcap(g, g.op("Concat", *products, attributes={"axis": -1}), block.attributes["softcap"])
-    probabilities = g.op("Softmax", g.op("Add", scores, bias), attributes={"axis": -1})
-    past, new = g.ops("Split", [probabilities, lengths], 2, {"axis": -1})
-    state[block.outputs[0]] = g.op("Add", g.op("MatMul", past, past_value), g.op("MatMul", new, value))
-
-
 def _join_heads(state: Lowering, block: Block) -> None:
     g, (context,) = state.g, state.operands(block)
     heads, width = block.attributes["num_heads"], block.attributes["value_dim"]
-    tokens = g.op("Transpose", state[context], attributes={"perm": [0, 3, 1, 2, 4]})
+    if is_folded(state):
+        split = g.op("Reshape", state[context], g.ints(0, heads, -1, width))
+        tokens = g.op("Transpose", split, attributes={"perm": [0, 2, 1, 3]})
+    else:
+        tokens = g.op("Transpose", state[context], attributes={"perm": [0, 3, 1, 2, 4]})
     state[block.outputs[0]] = g.op("Reshape", tokens, g.ints(-1, heads * width))
 
 
@@ -314,12 +279,6 @@ def _logits(state: Lowering, block: Block) -> None:
     state[block.outputs[0]] = g.op("Reshape", state[x], shape)
 
 
-def _input_signature(signature: Signature) -> Signature:
-    """Adds the cache's axis of query heads; see the module's docstring."""
-    name, dtype, shape = signature
-    return (name, dtype, [*shape[:2], 1, *shape[2:]]) if contract.is_past(name) else signature
-
-
 _TABLE: Mapping[str, LowerBlock] = {
     "embedding": _embedding,
     "rms_norm": _norm,
@@ -327,8 +286,9 @@ _TABLE: Mapping[str, LowerBlock] = {
     "linear": _linear,
     "rope_table": _rope_table,
     "heads": _heads,
-    "attention_bias": _attention_bias,
-    "attention": _attention,
+    "attention_bias": attention_bias,
+    "attention": attention,
+    "cache_rows": cache_rows,
     "join_heads": _join_heads,
     "gated_activation": _gated_activation,
     "activation": _activation,
@@ -336,4 +296,4 @@ _TABLE: Mapping[str, LowerBlock] = {
     "logits": _logits,
 }
 
-TARGET = Target(table=_TABLE, input_signature=_input_signature)
+TARGET = Target(table=_TABLE, is_own=contract.is_cache, finish=stacked_outputs)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekit import contract
+from edgekit.cache_layout import CacheLayout, Stack
 from edgekit.errors import CorruptArtifactError
 from edgekit.ort import ort
-from edgekit.runtime.cache import CacheArrays, KVCache, LayerStack
+from edgekit.runtime.cache import CacheArrays, KVCache
+from edgekit.runtime.cache_arrays import FloatArray, StackArrays
 from edgekit.runtime.step import StepInputs, StepOutputs
 from edgekit.spec import DecoderSpec
 
@@ -25,6 +27,8 @@ from edgekit.spec import DecoderSpec
 # step over more tokens, a chunk of a prompt, go with the next step of another kind: they are large, and soon made.
 MAX_BINDINGS = 4
 MAX_KEPT_TOKENS = 64
+_Kind: TypeAlias = tuple[int, int, bool]
+"""New tokens of a step, rows of logits, and whether the attention mass is wanted."""
 
 
 class OnnxRuntimeCpu:
@@ -32,15 +36,18 @@ class OnnxRuntimeCpu:
 
     Attributes:
         spec: The decoder.
+        layout: How its caches are laid out.
+        has_attention_mass: Whether steps can say which tokens are attended to.
     """
 
-    def __init__(self, graph: Path, spec: DecoderSpec, threads: int) -> None:
+    def __init__(self, graph: Path, spec: DecoderSpec, threads: int, layout: CacheLayout) -> None:
         """Loads a graph.
 
         Args:
-            graph: model.onnx, portable or lowered, with its data file beside it.
+            graph: A lowered model.onnx, with its data file beside it.
             spec: The decoder.
             threads: Threads that compute one operator.
+            layout: The one that the graph was lowered for.
 
         Raises:
             CorruptArtifactError: ONNX Runtime cannot load the graph.
@@ -57,27 +64,47 @@ class OnnxRuntimeCpu:
         except Exception as error:  # the C API's errors share no narrower base
             reason = " ".join(str(error).split())
             raise CorruptArtifactError(f"ONNX Runtime cannot load {str(graph)!r}: {reason}") from error
-        self.spec = spec
-        _check_interface(self._session, spec, graph)
+        self.spec, self.layout = spec, layout
+        _check_interface(self._session, spec, layout, graph)
+        outputs = {value.name for value in self._session.get_outputs()}
+        self.has_attention_mass = contract.stacked(contract.attention_mass(0), 0) in outputs
 
     def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
         """Starts a conversation that keeps its past in `cache`."""
         return OnnxRuntimeRunner(self._session, self.spec, cache)
 
 
-def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Path) -> None:
-    """Compares the graph's inputs and outputs with the spec that the runtime sizes its arrays by."""
-    expected: dict[str, tuple[int | None, ...]] = {contract.LOGITS: (None, None, spec.vocab_size)}
-    for index, layer in enumerate(spec.layers):
-        kv, key, value = layer.attention.num_kv_heads, layer.attention.key_dim, layer.attention.value_dim
-        expected[contract.past_key(index)] = expected[contract.new_key(index)] = (None, kv, key, None)
-        expected[contract.past_value(index)] = expected[contract.new_value(index)] = (None, kv, None, value)
-    shared = [contract.INPUT_IDS, contract.POSITION_IDS, contract.NEW_BIAS, contract.LOGIT_ROWS]
-    shared += [contract.past_bias(group) for group in range(len(spec.cache_groups()))]
-    shared += [contract.SEQUENCE_LENGTH] if spec.depends_on_length else []
+def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, layout: CacheLayout, graph: Path) -> None:
+    """Compares the graph's inputs and outputs with the spec and the layout that the runtime sizes its arrays by."""
+    expected: dict[str, Sequence[int | None]] = {contract.LOGITS: (None, None, spec.vocab_size)}
+    for name in [contract.INPUT_IDS, contract.POSITION_IDS]:
+        expected[name] = (None, None)
+    expected[contract.NEW_BIAS], expected[contract.LOGIT_ROWS] = (None, 1, None, None), (None,)
+    if spec.depends_on_length:
+        expected[contract.SEQUENCE_LENGTH] = (1,)
+    for index in range(len(layout.groups)):
+        expected[contract.past_bias(index)] = (None, 1, None, None)
+    heads = (1,) if layout.dtype != "int8" else ()  # the axis that query heads are broadcast along
+    for index, stack in enumerate(layout.stacks):
+        kv, key, value = stack.shape.num_kv_heads, stack.shape.key_dim, stack.shape.value_dim
+        expected[contract.stacked(contract.new_key(0), index)] = (None, kv, key, None)
+        expected[contract.stacked(contract.new_value(0), index)] = (None, kv, None, value)
+        for layer in stack.layers:
+            expected[contract.past_key(layer)] = (None, kv, *heads, key, None)
+            expected[contract.past_value(layer)] = (None, kv, *heads, None, value)
+            if layout.dtype == "int8":
+                expected[contract.past_key_scale(layer)] = expected[contract.past_value_scale(layer)] = (
+                    None,
+                    kv,
+                    1,
+                    None,
+                )
+        if layout.dtype == "int8":
+            for name in (contract.new_key_scale(0), contract.new_value_scale(0)):
+                expected[contract.stacked(name, index)] = (None, kv, 1, None)
     found = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
-    found |= {name: (*shape[:2], *shape[3:]) for name, shape in found.items() if _has_head_axis(name, shape)}
-    differing = set(found) ^ {*expected, *shared}
+    masses = [contract.stacked(contract.attention_mass(0), index) for index in range(len(layout.stacks))]
+    differing = set(found) ^ set(expected) ^ (set(masses) if masses[0] in found else set())
     for name, shape in expected.items():
         sizes = found.get(name, ())
         if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes, strict=True)):
@@ -89,17 +116,12 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, graph: Pa
         )
 
 
-def _has_head_axis(name: str, shape: Sequence[object]) -> bool:
-    """Whether a part of the cache has the axis of size 1 that the lowered graph broadcasts query heads along."""
-    return contract.is_past(name) and len(shape) == 5 and shape[2] == 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Binding:
     """Arrays of one kind of step and the session's pointers to them.
 
     Attributes:
-        window_biases: Bias over the past, shape (1, 1, S, capacity), of the groups with a window, by the window.
+        window_biases: Bias over the past, shape (1, 1, S, capacity), of the groups with a window, by group.
     """
 
     past: CacheArrays
@@ -120,25 +142,26 @@ class OnnxRuntimeRunner:
         """Attaches a session to a conversation's cache."""
         self._session = session
         self._spec = spec
-        self._groups = spec.cache_groups()
-        self._head_axis = any(_has_head_axis(value.name, value.shape) for value in session.get_inputs())
         self._cache = cache
-        self._bindings: dict[tuple[int, int], _Binding] = {}
+        self._bindings: dict[_Kind, _Binding] = {}
+        self._run_options = ort.RunOptions()
+        # What nobody asks for, such as the attention that slots get, is not computed.
+        self._run_options.only_execute_path_to_fetches = True
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Runs one step; see `edgekit.runtime.step.StepRunner`."""
-        binding = self._binding((len(inputs.token_ids), len(inputs.logit_rows)))
+        binding = self._binding((len(inputs.token_ids), len(inputs.logit_rows), inputs.attention_mass))
         binding.token_ids[0] = inputs.token_ids
         binding.position_ids[0] = inputs.position_ids
         binding.new_bias[0, 0] = inputs.new_bias
         binding.logit_rows[:] = inputs.logit_rows
         binding.sequence_length[0] = inputs.sequence_length
-        for window, bias in binding.window_biases.items():
-            bias[0, 0] = self._cache.window_bias(inputs.position_ids, window)
-        self._session.run_with_iobinding(binding.io)
+        for group, bias in binding.window_biases.items():
+            bias[0, 0] = self._cache.window_bias(group, inputs.position_ids)
+        self._session.run_with_iobinding(binding.io, self._run_options)
         return binding.outputs
 
-    def _binding(self, kind: tuple[int, int]) -> _Binding:
+    def _binding(self, kind: _Kind) -> _Binding:
         """Returns the arrays for a kind of step; those of other kinds that are not kept are let go first."""
         past, binding = self._cache.arrays, self._bindings.pop(kind, None)
         self._bindings = dict(
@@ -153,10 +176,10 @@ class OnnxRuntimeRunner:
         self._bindings[kind] = binding
         return binding
 
-    def _bind(self, tokens: int, rows: int) -> _Binding:
+    def _bind(self, tokens: int, rows: int, attention_mass: bool) -> _Binding:  # noqa: FBT001 - a part of a kind
         io = self._session.io_binding()
-        cache = self._cache
-        windows = [group.sliding_window for group in self._groups if group.sliding_window is not None]
+        cache, layout = self._cache, self._cache.layout
+        windows = [index for index, group in enumerate(layout.groups) if group.sliding_window is not None]
         binding = _Binding(
             past=cache.arrays,
             io=io,
@@ -165,10 +188,11 @@ class OnnxRuntimeRunner:
             new_bias=np.zeros((1, 1, tokens, tokens), np.float32),
             logit_rows=np.zeros(rows, np.int64),
             sequence_length=np.zeros(1, np.int64),
-            window_biases={window: np.zeros((1, 1, tokens, cache.capacity), np.float32) for window in windows},
+            window_biases={group: np.zeros((1, 1, tokens, cache.maps[group].capacity), np.float32) for group in windows},
             outputs=StepOutputs(
                 logits=np.zeros((rows, self._spec.vocab_size), np.float32),
-                stacks=tuple(stack.empty(tokens) for stack in cache.stacks),
+                stacks=tuple(StackArrays.empty(stack, layout.dtype, tokens) for stack in layout.stacks),
+                attention_mass=tuple(_empty_mass(cache, stack, tokens) for stack in layout.stacks if attention_mass),
             ),
         )
         _bind_input(io, contract.INPUT_IDS, binding.token_ids)
@@ -177,23 +201,45 @@ class OnnxRuntimeRunner:
         _bind_input(io, contract.LOGIT_ROWS, binding.logit_rows)
         if self._spec.depends_on_length:
             _bind_input(io, contract.SEQUENCE_LENGTH, binding.sequence_length)
-        for index, group in enumerate(self._groups):
-            bias = cache.past_bias if group.sliding_window is None else binding.window_biases[group.sliding_window]
-            _bind_input(io, contract.past_bias(index), bias)
+        for index, slots in enumerate(cache.maps):
+            _bind_input(io, contract.past_bias(index), binding.window_biases.get(index, slots.past_bias))
         _bind_output(io, contract.LOGITS, binding.outputs.logits[None])
-        for past, new in zip(cache.stacks, binding.outputs.stacks, strict=True):
-            _bind_layers(io, past, new, head_axis=self._head_axis)
+        for index, (past, new) in enumerate(zip(cache.stacks, binding.outputs.stacks, strict=True)):
+            _bind_past(io, past)
+            _bind_new(io, index, new)
+        for index, mass in enumerate(binding.outputs.attention_mass):
+            _bind_output(io, contract.stacked(contract.attention_mass(0), index), mass)
         return binding
 
 
-def _bind_layers(io: ort.IOBinding, past: LayerStack, new: LayerStack, *, head_axis: bool) -> None:
-    for index, layer in enumerate(past.layers):
+def _empty_mass(cache: KVCache, stack: Stack, tokens: int) -> FloatArray:
+    attended = cache.maps[stack.group].capacity + tokens
+    return np.zeros((len(stack.layers), stack.shape.num_kv_heads, attended), np.float32)
+
+
+def _bind_past(io: ort.IOBinding, past: StackArrays) -> None:
+    for index, layer in enumerate(past.stack.layers):
         one = slice(index, index + 1)
         keys, values = past.keys[one], past.values[one]
-        _bind_input(io, contract.past_key(layer), keys[:, :, None] if head_axis else keys)
-        _bind_input(io, contract.past_value(layer), values[:, :, None] if head_axis else values)
-        _bind_output(io, contract.new_key(layer), new.keys[one])
-        _bind_output(io, contract.new_value(layer), new.values[one])
+        if past.key_scales is None or past.value_scales is None:
+            keys, values = keys[:, :, None], values[:, :, None]
+        else:
+            _bind_input(io, contract.past_key_scale(layer), past.key_scales[one])
+            _bind_input(io, contract.past_value_scale(layer), past.value_scales[one])
+        _bind_input(io, contract.past_key(layer), keys)
+        _bind_input(io, contract.past_value(layer), values)
+
+
+def _bind_new(io: ort.IOBinding, stack: int, new: StackArrays) -> None:
+    named = (
+        (contract.new_key(0), new.keys),
+        (contract.new_value(0), new.values),
+        (contract.new_key_scale(0), new.key_scales),
+        (contract.new_value_scale(0), new.value_scales),
+    )
+    for name, array in named:
+        if array is not None:
+            _bind_output(io, contract.stacked(name, stack), array)
 
 
 def _bind_input(io: ort.IOBinding, name: str, array: npt.NDArray[Any]) -> None:
