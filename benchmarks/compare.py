@@ -33,10 +33,11 @@ from edgekit.bundle import TOKENIZER
 from edgekit.checkpoint import open_checkpoint
 from edgekit.runtime.tokenizer import Tokenizer
 
-# Names of the engines, and the module that runs each.
+# Names of the engines, and the module that runs each; of ours, the scheme of the weights and the KV cache's dtype.
 ENGINES: Mapping[str, str] = {
     "edgekit-symmetric": "edgekit",
-    "edgekit-affine": "edgekit",
+    "edgekit-symmetric-int8": "edgekit",
+    "edgekit-affine-int8": "edgekit",
     "genai-int4": "genai",
     "llama.cpp-q4_0": "llama_cpp",
     "llama.cpp-q4_1": "llama_cpp",
@@ -101,7 +102,7 @@ def model_file(name: str, store: ModelStore, options: Options, version: str) -> 
     """Makes, or finds, the model that an engine runs."""
     kind = name.split("-")[1]
     if name.startswith("edgekit"):
-        return store.bundle(kind)
+        return store.bundle(kind, "int8" if name.endswith("-int8") else "fp32")
     if name.startswith("genai"):
         return store.genai(options.genai_builder, version.split(",")[0])
     return store.gguf(kind.upper())
@@ -229,7 +230,7 @@ PYTHON = click.Path(exists=True, dir_okay=False)
 @click.option("--model", type=FILE, required=True, help="A GGUF file.")
 @click.option("--engines", default=",".join(ENGINES), show_default=True, callback=_names)
 @click.option("--prefill", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of the prompt.")
-@click.option("--depths", default="128,1024,4096", show_default=True, callback=_depths)
+@click.option("--depths", default="128,1024,4096,8000", show_default=True, callback=_depths)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--text", type=FILE, help="Tokens of the prompts; random ones unless given.")

@@ -12,16 +12,16 @@ from functools import cached_property
 from pathlib import Path
 
 from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
-from edgekit.cache_layout import KVCacheDtype, cache_layout
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
 from edgekit.runtime.detokenizer import StreamingDetokenizer
+from edgekit.runtime.loading import KVCacheOptions, plan_load
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.output import CompletionChunk, CompletionOutput, FinishReason, Timings, Usage
 from edgekit.runtime.policies import PolicyOptions
 from edgekit.runtime.sampling import SampledToken, SamplingParams
-from edgekit.runtime.session import Session
+from edgekit.runtime.session import Session, SessionLimits
 from edgekit.runtime.stopping import StopChecker
 from edgekit.runtime.strategies.autoregressive import Autoregressive
 from edgekit.runtime.tokenizer import Tokenizer
@@ -52,31 +52,48 @@ class LLM:
 
     Attributes:
         bundle: The bundle.
+        plan: What it takes of memory, and how.
         tokenizer: Its tokenizer.
         threads: Threads that compute.
         end_token_ids: Tokens that end a generation: those of the model's configs and the chat template's.
         vocab_size: Token ids that may be drawn: those that both the model and the tokenizer know.
     """
 
-    def __init__(self, bundle: str | os.PathLike[str], *, threads: int | None = None, kv_cache_dtype: KVCacheDtype | None = None) -> None:
+    def __init__(
+        self,
+        bundle: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        memory_budget: str | None = None,
+        ctx_size: int | None = None,
+        kv_cache: KVCacheOptions = KVCacheOptions(),
+        allow_long: bool = False,
+    ) -> None:
         """Opens, checks and loads a bundle.
 
         Args:
             bundle: The bundle's directory.
             threads: Threads that compute; None for the physical cores that this process may use.
+            memory_budget: Most memory of the whole process, such as "512MiB"; None for what the machine has left.
+            ctx_size: Tokens that the KV cache must have room for; None for as many as fit, up to the model's context.
+            kv_cache: How conversations keep their past.
+            allow_long: Whether the context may be longer than what the model was trained on.
 
         Raises:
-            UsageError: There is no such bundle, or threads is out of range.
-            UnsupportedError: A newer EdgeKit wrote it.
+            UsageError: There is no such bundle, or an option is out of range.
+            UnsupportedError: Another EdgeKit wrote it, or the KV policy needs what it lacks.
+            DoesNotFitError: The budget is too small; nothing was loaded.
             CorruptArtifactError: A file is missing or not as the manifest recorded it.
         """
         _check_arguments(bundle, threads)
         self.bundle = open_bundle(Path(bundle))
+        self.plan = plan_load(
+            self.bundle, memory_budget=memory_budget, ctx_size=ctx_size, kv_cache=kv_cache, allow_long=allow_long
+        )
         verify_once(self.bundle)
         self.threads = threads or default_threads()
-        spec = self.bundle.manifest.spec
+        spec, layout = self.bundle.manifest.spec, self.plan.memory.layout
         self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
-        layout = cache_layout(spec, kv_cache_dtype or self.bundle.manifest.kv_cache_dtype)
         self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle, layout), spec, self.threads, layout)
         self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
@@ -85,8 +102,21 @@ class LLM:
         self._session = self.new_session()
 
     def new_session(self, policy: PolicyOptions | None = None) -> Session:
-        """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`."""
-        return Session(self.bundle.manifest.spec, self.backend, Autoregressive(), policy=policy)
+        """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`.
+
+        Args:
+            policy: What it does when its KV cache is full; None for what the model was loaded with.
+
+        Raises:
+            UsageError: There is no such policy, or its budget is out of range.
+            UnsupportedError: The policy cannot work with the model or its bundle.
+        """
+        memory = self.plan.memory
+        limits = SessionLimits(
+            max_tokens=memory.capacity_tokens, max_positions=memory.context_tokens, chunk_tokens=memory.chunk_tokens
+        )
+        spec = self.bundle.manifest.spec
+        return Session(spec, self.backend, Autoregressive(), limits, policy or self.plan.policy)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, session: Session | None = None

@@ -60,14 +60,15 @@ class ModelStore:
         self._cache = cache / f"{source.stem}-{sha256_file(source)[:12]}"
         self._scratch = scratch
 
-    def bundle(self, scheme: str) -> ModelFile:
+    def bundle(self, scheme: str, kv_cache_dtype: str) -> ModelFile:
         """Exports an int4 bundle, keeping the file's own blocks where they have this scheme."""
-        path = self._scratch / f"{scheme}.edge"
+        path = self._scratch / f"{scheme}-{kv_cache_dtype}.edge"
         options = ["--precision", "int4", "--scheme", scheme, "--requantize", "--json"]
+        options += ["--kv-cache-dtype", kv_cache_dtype]
         command = [sys.executable, "-m", "edgekit", "export", str(self._source), str(path), *options]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         stored = Counter(kind for kind in open_bundle(path).manifest.storage.values() if "block" in kind)
-        return ModelFile(path=path, format=_counted(stored), kv_cache="float32")
+        return ModelFile(path=path, format=_counted(stored), kv_cache={"fp32": "float32"}.get(kv_cache_dtype, kv_cache_dtype))
 
     def gguf(self, kind: str) -> ModelFile:
         """Returns the file with all matrices but the tables in blocks of a type, such as ``Q4_0``.

@@ -49,11 +49,27 @@ _QUANTIZATION = {
     ),
 }
 
+_GRAPH = {
+    "kv_cache_dtype": click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["fp32", "fp16", "int8"]),
+        default="fp32",
+        show_default=True,
+        help="How the graph stores keys and values; commands that load the bundle may choose another.",
+    ),
+    "attention_scores": click.option(
+        "--attention-scores",
+        is_flag=True,
+        help="Let the graph say which tokens are attended to; the KV policies snapkv and laq go by it.",
+    ),
+}
+
 
 @click.command
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
 @collected("quantization", _QUANTIZATION)
+@collected("graph", _GRAPH)
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hugging Face repository.")
 @click.option(
     "--trust-remote-code", is_flag=True, help="Accept a config that names its own model code, which is never run."
@@ -66,6 +82,7 @@ def export(
     model: str,
     out: Path,
     quantization: Mapping[str, Any],
+    graph: Mapping[str, Any],
     revision: str | None,
     trust_remote_code: bool,
     force: bool,
@@ -81,10 +98,12 @@ def export(
     started = time.perf_counter()
     with progress_bar() as progress:
         from edgekit.export.exporter import ExportOptions, export_bundle
+        from edgekit.export.graph.kv_cache import GraphOptions
         from edgekit.export.storage_plan import QuantizationOptions
 
         options = ExportOptions(
             quantization=QuantizationOptions(**quantization),
+            graph=GraphOptions(**graph),
             force=force,
             revision=revision,
             trust_remote_code=trust_remote_code,

@@ -29,7 +29,7 @@ from edgekit.export.graph.attention import scaled
 from edgekit.export.graph.mlp import activate
 from edgekit.export.lowering.blocks import Block, LowerBlock, Lowering, Target
 from edgekit.export.lowering.ort_cpu_attention import attention, attention_bias, cache_rows, is_folded, stacked_outputs
-from edgekit.export.lowering.packing import PackedMatrix, dimension, packed, vectors, widened
+from edgekit.export.lowering.packing import PackedMatrix, dimension, packed, second_reading, vectors, widened
 from edgekit.spec import Activation
 
 FLOAT = ir.DataType.FLOAT.value
@@ -50,11 +50,13 @@ def _embedding(state: Lowering, block: Block) -> None:
         state[block.outputs[0]] = g.op("Transpose", rows, attributes={"perm": [1, 0]})
         return
     matrix = packed(state, [parts], block.attributes["block_size"])
-    rows = g.op("Cast", g.op("Gather", matrix.codes, tokens), attributes={"to": FLOAT})
+    codes, scale = (second_reading(state, value) for value in (matrix.codes, matrix.scale))
+    rows = g.op("Cast", g.op("Gather", codes, tokens), attributes={"to": FLOAT})
     rows = g.op("Sub", rows, g.constant(np.array(128, np.float32)))
-    rows = g.op("Mul", rows, g.op("Unsqueeze", g.op("Gather", matrix.scale, tokens), g.ints(2)))
+    rows = g.op("Mul", rows, g.op("Unsqueeze", g.op("Gather", scale, tokens), g.ints(2)))
     if matrix.offset is not None:
-        offset = g.op("Transpose", g.op("Gather", matrix.offset, tokens, attributes={"axis": 1}))
+        stored = second_reading(state, matrix.offset)
+        offset = g.op("Transpose", g.op("Gather", stored, tokens, attributes={"axis": 1}))
         rows = g.op("Add", rows, g.op("Unsqueeze", offset, g.ints(2)))
     padded = g.op("Reshape", rows, g.ints(0, -1))
     state[block.outputs[0]] = g.op("Slice", padded, g.ints(0), g.ints(hidden), g.ints(1))

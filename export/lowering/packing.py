@@ -70,6 +70,21 @@ def packed(
     return PackedMatrix(codes=codes, scale=scale, offset=offset[0] if offset else None)
 
 
+def second_reading(state: Lowering, value: ir.Value) -> ir.Value:
+    """Returns another initializer of the same bytes in the data file.
+
+    ONNX Runtime repacks the matrix of a product when it loads it, and lets the file's copy go unless something else
+    reads that very initializer. What only gathers rows reads the file by one of its own, which is mapped: no more of it
+    is held than the rows that were asked for.
+    """
+    tensor = value.const_value
+    assert isinstance(tensor, ir.ExternalTensor)
+    name = f"{value.name}.rows"
+    return state.g.weight(
+        ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=name)
+    )
+
+
 def widened(state: Lowering, matrices: Sequence[StoredParts], factors: Sequence[float] | None = None) -> ir.Value:
     """Concatenates fp32 or fp16 matrices [K, N], each times its factor, along N as fp32."""
     values = [parts[0] for parts in matrices]
