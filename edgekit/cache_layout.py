@@ -103,8 +103,6 @@ def _by_shape(spec: DecoderSpec, index: int, group: CacheGroup) -> list[Stack]:
     shapes: dict[HeadShape, list[int]] = {}
     for layer in group.layers:
         attention = spec.layers[layer].attention
-        shape = HeadShape(
-            num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim
-        )
+        shape = HeadShape(num_kv_heads=attention.num_kv_heads, key_dim=attention.key_dim, value_dim=attention.value_dim)
         shapes.setdefault(shape, []).append(layer)
     return [Stack(group=index, shape=shape, layers=tuple(layers)) for shape, layers in shapes.items()]

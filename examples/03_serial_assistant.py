@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit import LLM, EdgeKitError
-from edgekit.runtime.cache import KVCache
 from edgekit.runtime.step import causal_step
 
 LABELS = ("power", "network", "climate", "security")
@@ -50,7 +49,7 @@ class Classifier:
     def __init__(self, llm: LLM) -> None:
         """Reads the instruction and its examples."""
         self._tokenizer = llm.tokenizer
-        self._cache = KVCache(llm.bundle.manifest.spec)
+        self._cache = llm.new_cache()
         self._runner = llm.backend.runner(self._cache)
         shown = "".join(f"{line} => {label}\n" for line, label in EXAMPLES)
         self._read(f"Messages of a device and their labels.\n\n{shown}")

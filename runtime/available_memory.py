@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 logger = logging.getLogger(__name__)
 
 # A cgroup v1 without a limit says the largest multiple of a page below 2⁶³.
@@ -38,6 +36,8 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     Args:
         root: Where /proc and /sys are.
     """
+    import psutil
+
     machine = psutil.virtual_memory()
     found = AvailableMemory(total_bytes=machine.total, available_bytes=machine.available, limited_by="machine")
     for limit, used in _cgroup_limits(root):
@@ -49,6 +49,8 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
 
 def resident_bytes() -> int:
     """Returns the resident set of this process."""
+    import psutil
+
     return int(psutil.Process().memory_info().rss)
 
 
@@ -56,6 +58,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yields limit and use, bytes, of every control group that this process is in and that has a limit."""
     text = _read(root / "proc/self/cgroup") or ""
     for line in text.splitlines():
+        names: tuple[str, ...]
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":

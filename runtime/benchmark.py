@@ -18,6 +18,7 @@ from edgekit.bundle import open_bundle
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.progress import Progress
 from edgekit.runtime.llm import LLM
+from edgekit.runtime.loading import LoadOptions, plan_load
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.peak_memory import peak_memory_bytes
 from edgekit.runtime.sampling import SampledToken, SamplingParams
@@ -140,7 +141,7 @@ def benchmark(
     bundle: str | os.PathLike[str],
     options: BenchmarkOptions,
     *,
-    threads: int | None = None,
+    load: LoadOptions = LoadOptions(),
     progress: Progress | None = None,
 ) -> BenchmarkReport:
     """Loads a bundle and measures it.
@@ -150,7 +151,7 @@ def benchmark(
     Args:
         bundle: The bundle's directory.
         options: What to measure.
-        threads: As for `LLM`.
+        load: How the bundle is loaded.
         progress: Told of every repetition.
 
     Raises:
@@ -163,9 +164,9 @@ def benchmark(
         _check_fits(row, opened.manifest.spec.max_positions)
     # What is done once per machine does not count as loading.
     verify_once(opened)
-    lowered_graph(opened)
+    lowered_graph(opened, plan_load(opened, load).memory.layout)
     started = time.perf_counter()
-    llm = LLM(bundle, threads=threads)
+    llm = LLM.load(bundle, load)
     load_s = time.perf_counter() - started
     measurements = tuple(_measure(llm, row, options.repetitions, progress) for row in rows)
     return BenchmarkReport(threads=llm.threads, load_s=load_s, measurements=measurements)

@@ -1,9 +1,9 @@
 """The arrays of a KV cache: keys and values of the layers of a stack, as the graph reads them.
 
-    keys          [layers, KV, dk, C]      a layer's slice is past_key_values.{l}.key    [1, KV, dk, C]
-    values        [layers, KV, C, dv]                         past_key_values.{l}.value  [1, KV, C, dv]
-    key_scales    [layers, KV, 1, C]       float32, of an int8 cache: what the codes of a token are multiplied by
-    value_scales  [layers, KV, 1, C]
+keys          [layers, KV, dk, C]      a layer's slice is past_key_values.{l}.key    [1, KV, dk, C]
+values        [layers, KV, C, dv]                         past_key_values.{l}.value  [1, KV, C, dv]
+key_scales    [layers, KV, 1, C]       float32, of an int8 cache: what the codes of a token are multiplied by
+value_scales  [layers, KV, 1, C]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cache profile: how many tokens of a prompt each layer keeps, as `edgekit tune-cache` finds them.
 
-    {"schema_version": 1, "producer": "edgekit 0.1.0", "bundle": "<digest>", "budgets_tokens": [96, 128, ...],
-     "method": "snapkv", "score": 0.8, "settings": {...}}
+{"schema_version": 1, "producer": "edgekit 0.1.0", "bundle": "<digest>", "budgets_tokens": [96, 128, ...],
+"method": "snapkv", "score": 0.8, "settings": {...}}
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read_profile(path: str | os.PathLike[str], num_layers: int) -> CacheProfile:
         )
     if len(profile.budgets_tokens) != num_layers:
         raise UsageError(
-            f"cache profile {str(path)!r} has budgets of {len(profile.budgets_tokens)} layers, the model has {num_layers}; "
-            "make one for this model with: edgekit tune-cache"
+            f"cache profile {str(path)!r} has budgets of {len(profile.budgets_tokens)} layers, the model has "
+            f"{num_layers}; make one for this model with: edgekit tune-cache"
         )
     return profile
 

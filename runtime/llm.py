@@ -14,9 +14,10 @@ from pathlib import Path
 from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
 from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from edgekit.runtime.cache import KVCache
 from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
 from edgekit.runtime.detokenizer import StreamingDetokenizer
-from edgekit.runtime.loading import KVCacheOptions, plan_load
+from edgekit.runtime.loading import KVCacheOptions, LoadOptions, plan_load
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.output import CompletionChunk, CompletionOutput, FinishReason, Timings, Usage
 from edgekit.runtime.policies import PolicyOptions
@@ -87,9 +88,10 @@ class LLM:
         """
         _check_arguments(bundle, threads)
         self.bundle = open_bundle(Path(bundle))
-        self.plan = plan_load(
-            self.bundle, memory_budget=memory_budget, ctx_size=ctx_size, kv_cache=kv_cache, allow_long=allow_long
+        options = LoadOptions(
+            threads=threads, memory_budget=memory_budget, ctx_size=ctx_size, kv_cache=kv_cache, allow_long=allow_long
         )
+        self.plan = plan_load(self.bundle, options)
         verify_once(self.bundle)
         self.threads = threads or default_threads()
         spec, layout = self.bundle.manifest.spec, self.plan.memory.layout
@@ -100,6 +102,18 @@ class LLM:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._session = self.new_session()
+
+    @classmethod
+    def load(cls, bundle: str | os.PathLike[str], options: LoadOptions) -> LLM:
+        """Loads a bundle with options that were put together elsewhere; see the constructor."""
+        return cls(
+            bundle,
+            threads=options.threads,
+            memory_budget=options.memory_budget,
+            ctx_size=options.ctx_size,
+            kv_cache=options.kv_cache,
+            allow_long=options.allow_long,
+        )
 
     def new_session(self, policy: PolicyOptions | None = None) -> Session:
         """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`.
@@ -117,6 +131,10 @@ class LLM:
         )
         spec = self.bundle.manifest.spec
         return Session(spec, self.backend, Autoregressive(), limits, policy or self.plan.policy)
+
+    def new_cache(self) -> KVCache:
+        """Returns an empty KV cache, for `backend.runner`: steps without a session."""
+        return KVCache(self.backend.layout, self.plan.memory.capacity_tokens, self.plan.memory.context_tokens)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, session: Session | None = None

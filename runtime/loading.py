@@ -37,6 +37,25 @@ class KVCacheOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a bundle is to be loaded; see `edgekit.runtime.llm.LLM`.
+
+    Attributes:
+        threads: Threads that compute; None for the physical cores that this process may use.
+        memory_budget: Most memory of the whole process, such as "512MiB"; None for what the machine has left.
+        ctx_size: Tokens that the KV cache must have room for; None for as many as fit, up to the model's context.
+        kv_cache: How conversations keep their past.
+        allow_long: Whether the context may be longer than what the model was trained on.
+    """
+
+    threads: int | None = None
+    memory_budget: str | None = None
+    ctx_size: int | None = None
+    kv_cache: KVCacheOptions = KVCacheOptions()
+    allow_long: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadPlan:
     """How a bundle is going to be loaded.
 
@@ -48,24 +67,23 @@ class LoadPlan:
     memory: MemoryPlan
     policy: PolicyOptions
 
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of the cache that the policy keeps of a prompt; None for all that there is room for."""
+        policy, layout = self.policy, self.memory.layout
+        budgets = policy.layer_budgets_tokens or (policy.budget_tokens,) * sum(len(g.layers) for g in layout.groups)
+        if any(budget is None for budget in budgets):
+            return None
+        kept = [budgets[group.layers[0]] or 0 for group in layout.groups]
+        return sum(layout.slot_bytes(index) * tokens for index, tokens in enumerate(kept))
 
-def plan_load(
-    bundle: Bundle,
-    *,
-    memory_budget: str | None,
-    ctx_size: int | None,
-    kv_cache: KVCacheOptions,
-    allow_long: bool,
-    is_loading: bool = True,
-) -> LoadPlan:
+
+def plan_load(bundle: Bundle, options: LoadOptions, *, is_loading: bool = True) -> LoadPlan:
     """Decides everything about a load before anything is loaded.
 
     Args:
         bundle: The bundle.
-        memory_budget: Most memory of the whole process, such as "512MiB"; None for what the machine has left.
-        ctx_size: Tokens that the cache must have room for; None for as many as fit, up to the model's context.
-        kv_cache: How conversations keep their past.
-        allow_long: Whether the context may be longer than what the model was trained on.
+        options: What is asked for.
         is_loading: Whether it is this process that will hold the model.
 
     Raises:
@@ -74,15 +92,14 @@ def plan_load(
         DoesNotFitError: The budget is too small.
         CorruptArtifactError: The profile is malformed.
     """
-    policy = _policy(bundle, kv_cache)
-    held = resident_bytes() if is_loading else 0
-    budget = _default_budget(held) if memory_budget is None else parse_size(memory_budget, "memory budget")
+    policy = _policy(bundle, options.kv_cache)
+    held, wanted = resident_bytes() if is_loading else 0, options.memory_budget
     request = MemoryRequest(
-        budget_bytes=budget,
-        context_tokens=ctx_size,
-        dtype=kv_cache.dtype,
+        budget_bytes=_default_budget(held) if wanted is None else parse_size(wanted, "memory budget"),
+        context_tokens=options.ctx_size,
+        dtype=options.kv_cache.dtype,
         layer_budgets_tokens=policy.layer_budgets_tokens,
-        allow_long=allow_long,
+        allow_long=options.allow_long,
         base_bytes=held,
     )
     return LoadPlan(memory=plan_memory(bundle, request), policy=policy)
@@ -94,8 +111,8 @@ def _policy(bundle: Bundle, options: KVCacheOptions) -> PolicyOptions:
         raise UsageError(f"KV policy {one_of(str(name), POLICIES)}")
     if POLICIES[name].needs_attention_mass and not bundle.manifest.attention_scores:
         raise UnsupportedError(
-            f"KV policy {name!r} goes by the attention that tokens get, which bundle {str(bundle.path)!r} does not say; "
-            "export it with --attention-scores, or use the policy 'stop' or 'window'"
+            f"KV policy {name!r} goes by the attention that tokens get, which bundle {str(bundle.path)!r} does not "
+            "say; export it with --attention-scores, or use the policy 'stop' or 'window'"
         )
     if options.profile is None:
         return PolicyOptions(name=name, budget_tokens=options.budget_tokens)

@@ -3,7 +3,8 @@
 The portable graph runs anywhere and is tuned for nothing. Rewriting it takes a second and a graph library, so
 it is done in a process of its own; later loads find the result by the bundle's digest.
 
-    lowered/<digest>-<target>-<version>-<cache dtype>-<layout>/   model.onnx, model.onnx.data, and files.json with their sizes and sha256
+    lowered/<digest>-<target>-<version>-<cache dtype>-<layout>/
+                                           model.onnx, model.onnx.data, and files.json with their sizes and sha256
     verified/<path>                        size, times and inode of every file that was hashed and found right
 """
 

@@ -128,12 +128,12 @@ def plan_memory(bundle: Bundle, request: MemoryRequest) -> MemoryPlan:
 
 def _context(spec: DecoderSpec, request: MemoryRequest) -> int:
     wanted = request.context_tokens
-    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+    if wanted is not None and (type(wanted) is not int or wanted < 1):
         raise UsageError(f"context size is {wanted!r}; it must be an integer of at least 1 token")
     if wanted is not None and wanted > spec.max_positions and not request.allow_long:
         raise UsageError(
-            f"context size is {wanted}, the model was trained on {spec.max_positions} positions; ask for no more, or say "
-            "--allow-long, and expect nonsense beyond them"
+            f"context size is {wanted}, the model was trained on {spec.max_positions} positions; ask for no more, or "
+            "say --allow-long, and expect nonsense beyond them"
         )
     return wanted or spec.max_positions
 
@@ -222,7 +222,7 @@ def _matrix_bytes(stored: str, rows: int, columns: int) -> int:
 
 def _mapped_bytes(stored: str, rows: int, columns: int) -> int:
     """Returns the bytes of a table in the file of the lowered graph."""
-    precision, *rest = stored.split()
+    rest = stored.split()[1:]
     if not rest:
         return rows * columns * 4
     scheme, block = rest[0], int(rest[2])
@@ -276,15 +276,15 @@ def _refusal(bundle: Bundle, request: MemoryRequest, best: MemoryPlan | None, co
     )
     if best is None:
         return (
-            f"the memory budget {format_size(request.budget_bytes)} is {format_size(short)} too small for the least that "
-            f"this model takes: {format_size(smallest.total_bytes)} ({parts}) with an int8 KV cache of "
+            f"the memory budget {format_size(request.budget_bytes)} is {format_size(short)} too small for the least "
+            f"that this model takes: {format_size(smallest.total_bytes)} ({parts}) with an int8 KV cache of "
             f"{smallest.capacity_tokens} tokens; give more memory, or export the model at a lower precision"
         )
     fitting = f"--ctx-size {best.capacity_tokens}"
     if short <= 0:
         return (
-            f"{context} tokens of {best.layout.dtype if request.dtype == 'auto' else request.dtype} KV cache do not fit into "
-            f"the memory budget {format_size(request.budget_bytes)}; what would fit: --kv-cache-dtype int8, or {fitting}"
+            f"{context} tokens of {best.layout.dtype} KV cache do not fit into the memory budget "
+            f"{format_size(request.budget_bytes)}; what would fit: --kv-cache-dtype int8, or {fitting}"
         )
     return (
         f"{context} tokens do not fit into the memory budget {format_size(request.budget_bytes)}: the least is "

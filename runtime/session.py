@@ -40,6 +40,13 @@ class SessionLimits:
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
 
 
+def default_limits(spec: DecoderSpec) -> SessionLimits:
+    """Returns the limits of a conversation that nothing but the model's context limits."""
+    return SessionLimits(
+        max_tokens=spec.max_positions, max_positions=spec.max_positions, chunk_tokens=PREFILL_CHUNK_TOKENS
+    )
+
+
 class Session:
     """State of one conversation.
 
@@ -74,7 +81,7 @@ class Session:
         """
         self.spec = spec
         self.backend = backend
-        self.limits = limits or SessionLimits(max_tokens=spec.max_positions, max_positions=spec.max_positions)
+        self.limits = limits or default_limits(spec)
         self.policy = make_policy(policy or PolicyOptions(), spec, backend)
         slots = self.policy.slots(self.limits.max_tokens)
         # A conversation that goes on forever has positions within its cache.
@@ -169,13 +176,13 @@ class Session:
             return
         if len(prompt) > self.limits.max_positions:
             raise DoesNotFitError(
-                f"the prompt has {len(prompt)} tokens, the model's context {self.limits.max_positions}; shorten it, or use "
-                "the KV policy 'window'"
+                f"the prompt has {len(prompt)} tokens, the model's context {self.limits.max_positions}; shorten it, or "
+                "use the KV policy 'window'"
             )
         if len(prompt) > self._cache.max_tokens:
             raise DoesNotFitError(
-                f"the prompt has {len(prompt)} tokens, the KV cache has room for {self._cache.max_tokens}; shorten it, use "
-                "the KV policy 'window', a smaller --kv-cache-dtype, or a larger context size or memory budget"
+                f"the prompt has {len(prompt)} tokens, the KV cache has room for {self._cache.max_tokens}; shorten it, "
+                "use the KV policy 'window', a smaller --kv-cache-dtype, or a larger context size or memory budget"
             )
 
     def shared_prefix(self, prompt: Sequence[int]) -> int:
@@ -209,7 +216,7 @@ class Session:
             chunk = next(chunks)
             self._token_ids += chunk.token_ids.tolist()
             if len(chunk.logits):
-                logits = chunk.logits[0].copy()
+                logits: npt.NDArray[np.float32] = chunk.logits[0].copy()
                 self.policy.after_prompt(self._read_prompt(prompt, chunk, logits))
                 return logits
         return None

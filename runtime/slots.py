@@ -30,8 +30,8 @@ class SlotMap:
     """Slots of one group.
 
     Attributes:
-        owners: Index in the conversation of the token that a slot holds, shape (capacity,), int64; `FREE` for none. Where
-            the KV heads of a slot hold different tokens, it is the last one that was chosen from.
+        owners: Index in the conversation of the token that a slot holds, shape (capacity,), int64; `FREE` for none.
+            Where the KV heads of a slot hold different tokens, it is the last one that was chosen from.
         positions: Position of its key, shape (capacity,), int64; `FREE` for none.
         past_bias: shape (1, 1, 1, capacity), float32: 0 for live slots, `MASKED` for free ones.
     """
@@ -89,7 +89,7 @@ class SlotMap:
 
     def drop_from(self, owner: int) -> None:
         """Frees the slots of a token and of all after it."""
-        self._keep([slot for slot in self._order if self.owners[slot] < owner])
+        self._keep([slot for slot in self._order if FREE < self.owners[slot] < owner])
 
     def evict_oldest(self, count: int, *, after: int = 0) -> None:
         """Frees the slots of the `count` oldest tokens but the first `after`; costs nothing that grows with the map."""

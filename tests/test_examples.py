@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from edgekit import LLM, ExportOptions, QuantizationOptions, export_bundle
-from edgekit.runtime.cache import KVCache
 from edgekit.runtime.step import causal_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,7 +163,7 @@ def _likelihood(llm: LLM, before: list[str], ending: str) -> float:
     """Returns the log-probability of an ending, in nats, from one step over the whole text."""
     pieces = [llm.tokenizer.encode(text, add_special_tokens=False) for text in (*before, ending)]
     ids, count = np.array([token for piece in pieces for token in piece]), len(pieces[-1])
-    cache = KVCache(llm.bundle.manifest.spec)
+    cache = llm.new_cache()
     rows = np.arange(len(ids) - count - 1, len(ids) - 1)
     logits = llm.backend.runner(cache).step(causal_step(ids, 0, rows)).logits.astype(np.float64)
     return float((logits[np.arange(count), ids[-count:]] - np.log(np.exp(logits).sum(axis=1))).sum())

@@ -18,6 +18,7 @@ from edgekit.bundle import open_bundle, sha256_file
 from peers.protocol import AbsentError
 
 TABLES = ("token_embd.weight", "output.weight")
+NAMES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 BUILDER = "onnxruntime_genai.models.builder"
 
 
@@ -68,7 +69,7 @@ class ModelStore:
         command = [sys.executable, "-m", "edgekit", "export", str(self._source), str(path), *options]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         stored = Counter(kind for kind in open_bundle(path).manifest.storage.values() if "block" in kind)
-        return ModelFile(path=path, format=_counted(stored), kv_cache={"fp32": "float32"}.get(kv_cache_dtype, kv_cache_dtype))
+        return ModelFile(path=path, format=_counted(stored), kv_cache=NAMES[kv_cache_dtype])
 
     def gguf(self, kind: str) -> ModelFile:
         """Returns the file with all matrices but the tables in blocks of a type, such as ``Q4_0``.

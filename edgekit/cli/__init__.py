@@ -26,6 +26,7 @@ from edgekit.cli.families import families
 from edgekit.cli.inspect import inspect
 from edgekit.cli.options import Invocation, verbose_option
 from edgekit.cli.output import print_json
+from edgekit.cli.plan import plan
 from edgekit.cli.run import run
 from edgekit.version import __version__
 
@@ -50,7 +51,7 @@ def cli() -> None:
     """Exports language models to portable bundles and runs them on small devices."""
 
 
-for _command in (export, run, chat, evaluate, bench, inspect, families):
+for _command in (export, plan, run, chat, evaluate, bench, inspect, families):
     cli.add_command(_command)
 
 

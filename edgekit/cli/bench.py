@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgekit.cli.options import bundle_argument, json_option, threads_option, verbose_option
+from edgekit.cli.loading import load_options
+from edgekit.cli.options import bundle_argument, json_option, memory_options, threads_option, verbose_option
 from edgekit.cli.output import megabytes, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -22,11 +24,20 @@ if TYPE_CHECKING:
     "--depth", type=int, multiple=True, metavar="N", help="Also generate behind a past of N tokens; may be repeated."
 )
 @click.option("--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs per row.")
+@memory_options
 @threads_option
 @json_option
 @verbose_option
 def bench(
-    *, bundle: Path, pp: int, tg: int, depth: tuple[int, ...], repetitions: int, threads: int | None, json: bool
+    *,
+    bundle: Path,
+    pp: int,
+    tg: int,
+    depth: tuple[int, ...],
+    repetitions: int,
+    memory: Mapping[str, Any],
+    threads: int | None,
+    json: bool,
 ) -> None:
     """Measures the speed and memory of BUNDLE.
 
@@ -38,7 +49,7 @@ def bench(
 
     options = BenchmarkOptions(prompt_tokens=pp, decode_tokens=tg, depths=depth, repetitions=repetitions)
     with progress_bar() as progress:
-        report = benchmark(bundle, options, threads=threads, progress=progress)
+        report = benchmark(bundle, options, load=load_options(threads, memory), progress=progress)
     if json:
         rows = [_row_json(measurement) for measurement in report.measurements]
         print_json({"threads": report.threads, "load_s": report.load_s, "rows": rows})

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgekit.cli.interrupt import interrupt_cancels
-from edgekit.cli.options import bundle_argument, json_option, sampling_options, threads_option, verbose_option
+from edgekit.cli.loading import load_llm
+from edgekit.cli.options import (
+    bundle_argument,
+    json_option,
+    memory_options,
+    sampling_options,
+    threads_option,
+    verbose_option,
+)
 from edgekit.cli.output import completion_json, print_json, print_statistics, stream_text
 from edgekit.cli.text_input import decode
 from edgekit.errors import EdgeKitError, UsageError, one_of
@@ -36,6 +44,7 @@ _COMMANDS = {
 @click.option("--system", metavar="TEXT", help="Instructions that precede the conversation.")
 @click.option("--prompt", metavar="TEXT", help="Answer this question and exit.")
 @sampling_options
+@memory_options
 @threads_option
 @json_option
 @verbose_option
@@ -45,6 +54,7 @@ def chat(
     system: str | None,
     prompt: str | None,
     sampling: Mapping[str, Any],
+    memory: Mapping[str, Any],
     threads: int | None,
     json: bool,
 ) -> None:
@@ -59,10 +69,10 @@ def chat(
     if sampling["logprobs"] is not None and not json:
         raise UsageError("logprobs are reported in JSON only; add --json and --prompt")
 
-    from edgekit.runtime import LLM, SamplingParams
+    from edgekit.runtime import SamplingParams
 
     params = SamplingParams(**sampling)
-    conversation = _Conversation(LLM(bundle, threads=threads), params, system)
+    conversation = _Conversation(load_llm(bundle, threads=threads, memory=memory), params, system)
     if prompt is None:
         _converse(conversation)
         return

@@ -142,3 +142,44 @@ _SAMPLING: Mapping[str, Decorator] = {
 }
 sampling_options = collected("sampling", _SAMPLING)
 """Adds an option for every field of `SamplingParams`; they arrive as the argument `sampling`."""
+
+_MEMORY: Mapping[str, Decorator] = {
+    "memory_budget": click.option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="Most memory of the whole process, such as 512MiB; what is free if not given.",
+    ),
+    "ctx_size": click.option(
+        "--ctx-size",
+        type=int,
+        metavar="N",
+        help="Tokens that the KV cache must have room for; as many as fit if not given.",
+    ),
+    "kv_cache_dtype": click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["auto", "fp32", "fp16", "int8"]),
+        default="auto",
+        show_default=True,
+        help="How keys and values are stored; auto is the bundle's own, or int8 where that does not fit.",
+    ),
+    "kv_policy": click.option(
+        "--kv-policy",
+        metavar="NAME",
+        default="stop",
+        show_default=True,
+        help="When the KV cache is full: stop; window: sinks and recent tokens; snapkv, laq, laq++: compress prompts.",
+    ),
+    "kv_budget_tokens": click.option(
+        "--kv-budget-tokens", type=int, metavar="N", help="Tokens that the KV policy keeps; all that fit if not given."
+    ),
+    "kv_profile": click.option(
+        "--kv-profile",
+        type=click.Path(path_type=Path),
+        help="Budgets of each layer, made by tune-cache, for snapkv and laq.",
+    ),
+    "allow_long": click.option(
+        "--allow-long", is_flag=True, help="Allow a context longer than the model was trained on."
+    ),
+}
+memory_options = collected("memory", _MEMORY)
+"""Adds the options of memory and KV cache; they arrive as the argument `memory`, for `edgekit.cli.loading`."""

@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from edgekit.cli.interrupt import INTERRUPTED, interrupt_cancels
-from edgekit.cli.options import bundle_argument, json_option, sampling_options, threads_option, verbose_option
+from edgekit.cli.loading import load_llm
+from edgekit.cli.options import (
+    bundle_argument,
+    json_option,
+    memory_options,
+    sampling_options,
+    threads_option,
+    verbose_option,
+)
 from edgekit.cli.output import completion_json, print_json, print_statistics, stream_text
 from edgekit.cli.text_input import read_file, read_stdin, without_line_end
 from edgekit.errors import UsageError
@@ -20,6 +28,7 @@ from edgekit.errors import UsageError
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from this file.")
 @sampling_options
+@memory_options
 @threads_option
 @json_option
 @verbose_option
@@ -29,6 +38,7 @@ def run(
     prompt: str | None,
     prompt_file: Path | None,
     sampling: Mapping[str, Any],
+    memory: Mapping[str, Any],
     threads: int | None,
     json: bool,
 ) -> None:
@@ -41,10 +51,10 @@ def run(
         raise UsageError("logprobs are reported in JSON only; add --json")
     text = _prompt(prompt, prompt_file)
 
-    from edgekit.runtime import LLM, SamplingParams
+    from edgekit.runtime import SamplingParams
 
     params = SamplingParams(**sampling)
-    llm = LLM(bundle, threads=threads)
+    llm = load_llm(bundle, threads=threads, memory=memory)
     session = llm.new_session()
     with interrupt_cancels(session):
         if json:

@@ -16,8 +16,8 @@
             past_value [C × dv]─▶MatMul new value▶MatMul
                                    └────▶ Add ◀───┘          [B, KV, G·S, dv] ─▶ [B, S, H·dv]
 
-The scales of an int8 cache multiply the past's scores (keys) and probabilities (values); `edgekit.export.graph.kv_cache`
-has how the cache is stored.
+The scales of an int8 cache multiply the past's scores (keys) and probabilities (values);
+`edgekit.export.graph.kv_cache` has how the cache is stored.
 
 H = KV·G query heads; the G heads that share a KV head are folded into the rows, so keys and values are never
 repeated. Row g·S + s is new token s of query head g.
@@ -159,9 +159,7 @@ class Projections:
     key_norm: ir.Value | None
 
 
-def heads(
-    g: GraphBuilder, projected: Projections, table: RopeTable | None, spec: AttentionSpec
-) -> HeadTensors:
+def heads(g: GraphBuilder, projected: Projections, table: RopeTable | None, spec: AttentionSpec) -> HeadTensors:
     """Splits the projections into heads, normalizes and rotates them."""
     inputs = [
         projected.query,
@@ -265,7 +263,7 @@ def attention(
         outputs.append(context)
         if options.graph.attention_scores:
             mass = g.op("ReduceSum", probabilities, g.ints(2), attributes={"keepdims": 0})
-            shape = ["batch", options.num_kv_heads, f"attended.{layer}"]
+            shape: list[int | str] = ["batch", options.num_kv_heads, f"attended.{layer}"]
             g.output(mass, contract.attention_mass(layer), ir.DataType.FLOAT, shape)
             outputs.append(mass)
     return context

@@ -3,9 +3,12 @@
     dtype  past_key, past_value    read as                         rows
     fp32   float32                 they are                        as they are
     fp16   float16                 Cast to float32                 Cast to float16
-    int8   int8 codes, and a       Cast to float32; K's scales     new_key [B, KV, dk, S] ─▶ Abs ─▶ max over dk ─▶ / 127 ─┬─▶ key_scale
-           float32 scale per       multiply the scores, V's the                  └──────────────────────────▶ Div ◀──┘
-           token and KV head       probabilities                                                             Round ─▶ int8 codes
+    int8   int8 codes, and a       Cast to float32; K's scales     new_key [B, KV, dk, S] ─┬─▶ Abs ─▶ max over dk
+           float32 scale per       multiply the scores, V's the                            │            ▼
+           token and KV head       probabilities                                           │          / 127 ─▶ key_scale
+                                                                                           ▼            ▼
+                                                                                           Div ◀────────┘
+                                                                                            └─▶ Round ─▶ int8 codes
 
 Codes are symmetric, −127 … 127: x ≈ scale · code. A scale per token and KV head keeps an outlier of one token from
 costing the others precision, and makes an appended token independent of all that is there.
@@ -100,7 +103,9 @@ def cache_rows(
     with g.block("cache_rows", [*new], {"layer": layer}):
         scales: list[ir.Value] = []
         if dtype == "int8":
-            (key, key_scale), (value, value_scale) = (quantized(g, x, axis) for x, axis in zip(new, (2, 3), strict=True))
+            (key, key_scale), (value, value_scale) = (
+                quantized(g, x, axis) for x, axis in zip(new, (2, 3), strict=True)
+            )
             scales = [key_scale, g.op("Transpose", value_scale, attributes={"perm": [0, 1, 3, 2]})]
         elif dtype == "fp16":
             key, value = (g.op("Cast", x, attributes={"to": kind.value}) for x in new)

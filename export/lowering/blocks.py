@@ -157,9 +157,7 @@ class Target:
     finish: Callable[[Lowering], None]
 
 
-def lower(
-    model: ir.Model, target: Target, location: str, layout: CacheLayout
-) -> tuple[ir.Model, DataFile]:
+def lower(model: ir.Model, target: Target, location: str, layout: CacheLayout) -> tuple[ir.Model, DataFile]:
     """Rewrites a portable model for a target.
 
     Args:

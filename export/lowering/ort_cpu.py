@@ -205,8 +205,8 @@ def _heads(state: Lowering, block: Block) -> None:
         k = _rotate(state, block, _head_norm(state, block, k, key_norm, 1.0))
     if query_norm is None and query not in state.output_scale:
         q = scaled(g, q, a["scale"])
-    rows = (-1,) if is_folded(state) else (num_heads // kv, -1)
-    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, *rows, width))
+    split = (-1,) if is_folded(state) else (num_heads // kv, -1)
+    state[block.outputs[0]] = g.op("Reshape", q, g.ints(0, kv, *split, width))
     state[block.outputs[1]] = g.op("Transpose", k, attributes={"perm": [0, 1, 3, 2]})
     state[block.outputs[2]] = new_value
 

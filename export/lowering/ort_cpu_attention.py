@@ -7,13 +7,14 @@ The graph declares its share of the cache by the runtime's layout, whatever the 
     fp16    [B, KV, 1, dk, C]         [B, KV, 1, C, dv]    the same, after a Cast
     int8    [B, KV, dk, C]            [B, KV, C, dv]       one per KV head, of integers
 
-fp32: a product of S rows with all of a head's past is S times the cache read from front to back. Folded into one product
-of G·S rows, as the portable graph has it, ONNX Runtime first copies the cache into another layout, which takes longer
-than reading it G times: a head's past stays in the core's own cache. Integer products always copy, so there it is folded.
+fp32: a product of S rows with all of a head's past is S times the cache read from front to back. Folded into one
+product of G·S rows, as the portable graph has it, ONNX Runtime first copies the cache into another layout, which takes
+longer than reading it G times: a head's past stays in the core's own cache. Integer products always copy; there it is
+folded.
 
 int8: queries are quantized per step, probabilities per row and per `BLOCKS`-th of the slots:
 
-    q [B, KV, G·S, dk] ─▶ DynamicQuantizeMatMul(past_key, key_scale) ─▶ scores ─▶ … ─▶ Softmax ─▶ Split ─▶ p [B, KV, G·S, C]
+    q [B, KV, G·S, dk] ─▶ DynamicQuantizeMatMul(past_key, key_scale) ─▶ scores ─▶ … ─▶ Softmax ─▶ Split ─▶ p
 
     p × value_scale ─▶ [B, KV, G·S, 8, C/8] ─┬─▶ ReduceMax ───▶ m [B, KV, G·S, 8, 1]
                                              └─▶ Div(m) ─▶ QuantizeLinear(1/255) ─▶ Transpose [B, KV, 8, G·S, C/8] uint8
@@ -99,7 +100,9 @@ def _past(state: Lowering, layer: int) -> _Past:
         return _Past(key=as_float(g, key, layout.dtype), value=as_float(g, value, layout.dtype), scales=None)
     key_scale = g.input(contract.past_key_scale(layer), FLOAT, [*heads, 1, capacity])
     return _Past(
-        key=key, value=value, scales=(key_scale, g.input(contract.past_value_scale(layer), FLOAT, [*heads, 1, capacity]))
+        key=key,
+        value=value,
+        scales=(key_scale, g.input(contract.past_value_scale(layer), FLOAT, [*heads, 1, capacity])),
     )
 
 
@@ -138,14 +141,14 @@ def _scalar(state: Lowering, number: float) -> ir.Value:
 
 def _past_bias(state: Lowering, group: int) -> ir.Value:
     def declare() -> ir.Value:
-        shape = ["batch", 1, f"bias_rows.{group}", f"capacity.{group}"]
+        shape: list[int | str] = ["batch", 1, f"bias_rows.{group}", f"capacity.{group}"]
         return state.g.input(contract.past_bias(group), FLOAT, shape)
 
     return state.once(("past bias", group), declare)
 
 
 def _bias(state: Lowering, group: int, new_bias: ir.Value, block: Block) -> ir.Value:
-    """What is added to scores: [B, 1, 1, S, C + S], the same for all heads, or [B, 1, G·S, C + S] where they are folded."""
+    """What is added to scores: [B, 1, 1, S, C + S] for all heads, or [B, 1, G·S, C + S] where they are folded."""
     g, past_bias = state.g, _past_bias(state, group)
 
     def joined() -> ir.Value:
@@ -187,13 +190,14 @@ def stacked_outputs(state: Lowering) -> None:
             _stack_rows(state, index, stack)
             if state.masses:
                 mass = state.g.op("Concat", *(state.masses[layer] for layer in stack.layers), attributes={"axis": 0})
-                shape = ["layers", stack.shape.num_kv_heads, f"attended.{index}"]
+                shape: list[int | str] = ["layers", stack.shape.num_kv_heads, f"attended.{index}"]
                 state.g.output(mass, contract.stacked(contract.attention_mass(0), index), FLOAT, shape)
 
 
 def _stack_rows(state: Lowering, index: int, stack: Stack) -> None:
     g, dtype = state.g, state.layout.dtype
     kv, kind = stack.shape.num_kv_heads, TYPES[dtype]
+    shapes: list[list[int | str]]
     shapes = [["layers", kv, stack.shape.key_dim, "sequence"], ["layers", kv, "sequence", stack.shape.value_dim]]
     for part, name in enumerate((contract.new_key(0), contract.new_value(0))):
         rows = g.op("Concat", *(state.rows[layer][part] for layer in stack.layers), attributes={"axis": 0})

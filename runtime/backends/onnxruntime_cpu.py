@@ -188,7 +188,9 @@ class OnnxRuntimeRunner:
             new_bias=np.zeros((1, 1, tokens, tokens), np.float32),
             logit_rows=np.zeros(rows, np.int64),
             sequence_length=np.zeros(1, np.int64),
-            window_biases={group: np.zeros((1, 1, tokens, cache.maps[group].capacity), np.float32) for group in windows},
+            window_biases={
+                group: np.zeros((1, 1, tokens, cache.maps[group].capacity), np.float32) for group in windows
+            },
             outputs=StepOutputs(
                 logits=np.zeros((rows, self._spec.vocab_size), np.float32),
                 stacks=tuple(StackArrays.empty(stack, layout.dtype, tokens) for stack in layout.stacks),

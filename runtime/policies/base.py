@@ -20,8 +20,8 @@ class PolicyOptions:
 
     Attributes:
         name: A key of `edgekit.runtime.policies.POLICIES`.
-        budget_tokens: Tokens to keep, per layer, of what was read: of a prompt for snapkv and laq, at any time for window.
-            None for all that there is room for.
+        budget_tokens: Tokens to keep, per layer, of what was read: of a prompt for snapkv and laq, at any time for
+            window. None for all that there is room for.
         layer_budgets_tokens: The same for each layer, of a cache profile; takes the place of `budget_tokens`.
     """
 
@@ -39,8 +39,8 @@ class ReadPrompt:
         token_ids: The conversation so far.
         observed_tokens: How many of its last tokens were read in a step of their own.
         logits: Of its last token, shape (V,), float32.
-        attention_mass: What the observed tokens attended to, as of `StepOutputs`: the axis of slots is that of the cache
-            before they were appended.
+        attention_mass: What the observed tokens attended to, as of `StepOutputs`: the axis of slots is that of the
+            cache before they were appended.
         runner: Runs steps over the cache.
         start: Starts a conversation over another cache.
     """
@@ -75,7 +75,7 @@ class CachePolicy:
             UnsupportedError: The policy cannot work with the model.
         """
         for budget in (options.budget_tokens, *(options.layer_budgets_tokens or ())):
-            if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+            if budget is not None and (type(budget) is not int or budget < 1):
                 raise UsageError(f"KV budget is {budget!r} tokens; it must be an integer of at least 1")
         self.options, self.spec, self.layout = options, spec, layout
 

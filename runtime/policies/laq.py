@@ -7,13 +7,13 @@ The end of a prompt need not ask for what the answer needs. So a few tokens of t
     3  one step reads them over the whole prompt; what they attend to scores its tokens, as SnapKV scores them
     4  the whole cache is compressed by these scores; pseudo tokens and copy are dropped
 
-LAQ observes the pseudo tokens only, and keeps no token in any case. LAQ++ observes the last `PROMPT_TOKENS` tokens of the
-prompt as well, and keeps them.
+LAQ observes the pseudo tokens only, and keeps no token in any case. LAQ++ observes the last `PROMPT_TOKENS` tokens of
+the prompt as well, and keeps them.
 
-The paper caches the queries that step 2 makes over the compressed cache. Step 3 makes them anew over the whole one: what
-attention is computed from never leaves the graph, the queries are those of the uncompressed model, and the scores come
-with the true causal mask (the released code masks some of the prompt's tail wrongly). It costs one step of at most 16
-tokens per prompt. Peak memory is that of the whole prompt and the copy: what is saved is saved while decoding.
+The paper caches the queries that step 2 makes over the compressed cache. Step 3 makes them anew over the whole one:
+what attention is computed from never leaves the graph, the queries are those of the uncompressed model, and the scores
+come with the true causal mask (the released code masks some of the prompt's tail wrongly). It costs one step of at most
+16 tokens per prompt. Peak memory is that of the whole prompt and the copy: what is saved is saved while decoding.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The last `OBSERVED_TOKENS` tokens of a prompt are the observation window, read in a step of their own. What they attend
 to, summed over them and over the query heads of a KV head, scores the tokens before them (section 4.1, equation 1; the
-sum over the heads that share a KV head is ours, so that a slot is kept or dropped as a whole). Scores are max-pooled over
-`POOLING_TOKENS` neighbours, for runs of tokens to stay together (section 4.2). Each KV head of each layer keeps the
-tokens with the highest scores, and all of the window; they may differ from head to head, and are gathered once.
+sum over the heads that share a KV head is ours, so that a slot is kept or dropped as a whole). Scores are max-pooled
+over `POOLING_TOKENS` neighbours, for runs of tokens to stay together (section 4.2). Each KV head of each layer keeps
+the tokens with the highest scores, and all of the window; they may differ from head to head, and are gathered once.
 
 A later turn of the conversation is scored by its own last tokens, over what was kept so far.
 """
@@ -39,8 +39,8 @@ class SnapKV(CachePolicy):
         smallest = min(options.layer_budgets_tokens or (options.budget_tokens or 0,))
         if smallest <= OBSERVED_TOKENS:
             raise UsageError(
-                f"KV policy {options.name!r} needs a budget of more than {OBSERVED_TOKENS} tokens per layer, which are the "
-                f"end of the prompt; got {smallest}"
+                f"KV policy {options.name!r} needs a budget of more than {OBSERVED_TOKENS} tokens per layer, which are "
+                f"the end of the prompt; got {smallest}"
             )
 
     def after_prompt(self, prompt: ReadPrompt) -> None:
@@ -61,9 +61,7 @@ class SnapKV(CachePolicy):
         groups = enumerate(zip(self.layout.groups, cache.maps, strict=True))
         return any(group.sliding_window is None and slots.live > self.budget(i) for i, (group, slots) in groups)
 
-    def choose(
-        self, cache: KVCache, attention_mass: Sequence[FloatArray], newest: int
-    ) -> list[SlotArray | None]:
+    def choose(self, cache: KVCache, attention_mass: Sequence[FloatArray], newest: int) -> list[SlotArray | None]:
         """Returns what each stack keeps, as `KVCache.selected` takes it.
 
         Args:

@@ -1,7 +1,7 @@
 """window: attention sinks and the most recent tokens, StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 
-When the cache is full, the oldest tokens but the first `SINK_TOKENS` are evicted, `eviction_tokens` at a time. Their slots
-are free for new ones: the cost of a step and the memory stay what they are, however long the conversation.
+When the cache is full, the oldest tokens but the first `SINK_TOKENS` are evicted, `eviction_tokens` at a time. Their
+slots are free for new ones: the cost of a step and the memory stay what they are, however long the conversation.
 
 Positions are those within the cache, as the paper has them (section 3.2): the distance from a token to a sink is the
 number of tokens that are held between them, not the number that there once were, so no distance is ever longer than the
@@ -39,11 +39,13 @@ class Window(CachePolicy):
         super().__init__(options, spec, layout)
         if spec.depends_on_length:
             raise UnsupportedError(
-                "KV policy 'window' keeps positions within the cache, and this model's rotary frequencies depend on the "
-                "length of the whole text; use 'stop', 'snapkv' or 'laq'"
+                "KV policy 'window' keeps positions within the cache, and this model's rotary frequencies depend on "
+                "the length of the whole text; use 'stop', 'snapkv' or 'laq'"
             )
         if options.layer_budgets_tokens is not None:
-            raise UsageError("KV policy 'window' keeps the same tokens in all layers; cache profiles are for snapkv and laq")
+            raise UsageError(
+                "KV policy 'window' keeps the same tokens in all layers; cache profiles are for snapkv and laq"
+            )
         if options.budget_tokens is not None and options.budget_tokens < 2 * SINK_TOKENS:
             raise UsageError(
                 f"KV policy 'window' needs a budget of at least {2 * SINK_TOKENS} tokens, {SINK_TOKENS} of which are "
@@ -90,7 +92,9 @@ class Window(CachePolicy):
 
         def turn(arrays: StackArrays) -> None:
             for layer in arrays.layers():  # one at a time, for little memory
-                layer.set_float_keys(slice(None), turned(layer.float_keys(slice(None)), self.spec, layer.stack, -excess))
+                layer.set_float_keys(
+                    slice(None), turned(layer.float_keys(slice(None)), self.spec, layer.stack, -excess)
+                )
 
         cache.lower_positions(excess, turn)
         self._turned -= excess

@@ -74,6 +74,8 @@ def _manifest() -> Manifest:
         source=SourceRecord(kind="gguf", id="model.gguf", revision=None, digests={"model.gguf": "ab" * 32}),
         spec=SPEC,
         cache_groups=(CacheGroup(layers=(0,)),),
+        kv_cache_dtype="fp32",
+        attention_scores=False,
         storage={"embed_tokens.weight": "int8 symmetric block 32"},
         compression=({"step": "gqa", "groups": 2},),
         parity=ParityRecord(
@@ -235,13 +237,18 @@ def test_a_bundle_that_is_reached_through_a_link_opens(path: Path, tmp_path: Pat
     open_bundle(path).verify()
 
 
-@pytest.mark.parametrize("version", [2, 99])
+def test_an_older_bundle_is_refused_by_version(path: Path, edit: Callable[[Edit], None]) -> None:
+    edit(lambda manifest: manifest.update(schema_version=1))
+    assert "has schema_version 1, this EdgeKit reads 2; export it again" in _refusal(UnsupportedError, path)
+
+
+@pytest.mark.parametrize("version", [3, 99])
 def test_a_newer_bundle_is_refused_by_version_whatever_else_it_holds(
     version: int, path: Path, edit: Callable[[Edit], None]
 ) -> None:
     edit(lambda manifest: manifest.update(schema_version=version, new_key=[1, 2], spec="something else"))
     message = _refusal(UnsupportedError, path)
-    assert f"has schema_version {version}, this EdgeKit reads up to 1; upgrade with: pip install -U edgekit" in message
+    assert f"has schema_version {version}, this EdgeKit reads up to 2; upgrade with: pip install -U edgekit" in message
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 
 from edgekit import contract
 from edgekit.bundle import Bundle
+from edgekit.cache_layout import cache_layout
 from edgekit.export.exporter import ExportOptions, export_bundle
 from edgekit.export.lowering import lower_graph
 from edgekit.export.storage_plan import QuantizationOptions
@@ -98,13 +99,26 @@ class GraphModel:
                 rubbish = np.full(shape, 7.0, np.float32)
                 feeds[name] = self._as_declared(name, np.concatenate([rubbish, array], axis=axis))
             names += [contract.new_key(layer), contract.new_value(layer)]
-        logits, *new = self.session.run(names, feeds)
+        outputs = self._run(names, feeds, batch)
+        logits, new = outputs[0], outputs[1:]
         kept = np.arange(count) if keep is None else keep
         self.cache = [
             np.concatenate([old, np.take(fresh, kept, axis=3 - index % 2)], axis=3 - index % 2)
             for index, (old, fresh) in enumerate(zip(self.cache, new, strict=True))
         ]
         return np.asarray(logits, np.float32)
+
+    def _run(self, names: list[str], feeds: dict[str, Any], batch: int) -> list[FloatArray]:
+        """Runs the graph; what a lowered one gives stacked over layers is taken apart."""
+        declared = [value.name for value in self.session.get_outputs()]
+        found = dict(zip(declared, self.session.run(declared, feeds), strict=True))
+        for index, stack in enumerate(cache_layout(self.spec).stacks):
+            for place, layer in enumerate(stack.layers):
+                for name in (contract.new_key(layer), contract.new_value(layer)):
+                    stacked = found.get(contract.stacked(name, index))
+                    if stacked is not None:
+                        found[name] = stacked[place * batch : (place + 1) * batch]
+        return [found[name] for name in names]
 
     def _as_declared(self, name: str, array: FloatArray) -> FloatArray:
         """Gives a part of the cache the axis for query heads that the lowered graph wants."""
@@ -156,7 +170,7 @@ def load_graph_of(tmp_path: Path) -> LoadGraphOf:
             directory = tmp_path / "lowered"
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
-            lower_graph(graph, "ort-cpu", directory)
+            lower_graph(graph, "ort-cpu", directory, cache_layout(spec))
             graph = directory / "model.onnx"
         return GraphModel(graph, spec)
 

@@ -21,6 +21,7 @@ from tokenizers import (
     Tokenizer as Backend,
 )
 
+from edgekit.cache_layout import CacheLayout, KVCacheDtype, cache_layout
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.llm import LLM
@@ -197,6 +198,12 @@ def tiny_llm(tiny_bundle: TinyBundle) -> LLM:
     return LLM(tiny_bundle().path, threads=1)
 
 
+def load_backend(bundle: Bundle, dtype: KVCacheDtype = "fp32") -> OnnxRuntimeCpu:
+    """Loads a bundle's graph, lowered for a cache of this dtype."""
+    layout = cache_layout(bundle.manifest.spec, dtype)
+    return OnnxRuntimeCpu(lowered_graph(bundle, layout), bundle.manifest.spec, 1, layout)
+
+
 @pytest.fixture(scope="session")
 def tiny_backend(tiny_bundle: TinyBundle) -> TinyBackend:
     """A variant in ONNX Runtime, lowered and loaded once."""
@@ -205,7 +212,7 @@ def tiny_backend(tiny_bundle: TinyBundle) -> TinyBackend:
     def make(*variant: str) -> OnnxRuntimeCpu:
         if variant not in made:
             bundle = tiny_bundle(*variant)
-            made[variant] = OnnxRuntimeCpu(lowered_graph(bundle), bundle.manifest.spec, 1)
+            made[variant] = load_backend(bundle)
         return made[variant]
 
     return make
@@ -219,6 +226,14 @@ class Watched:
     steps: list[StepInputs] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
     after: Callable[[], None] = lambda: None
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.backend.layout
+
+    @property
+    def has_attention_mass(self) -> bool:
+        return self.backend.has_attention_mass
 
     def runner(self, cache: KVCache) -> StepRunner:
         return _WatchedRunner(self, self.backend.runner(cache))

@@ -9,6 +9,7 @@ import pytest
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeRunner
 from edgekit.runtime.benchmark import BenchmarkOptions, Measurement, benchmark
+from edgekit.runtime.loading import LoadOptions
 from edgekit.runtime.sampling import History, Logits, SampledToken, Sampler
 from edgekit.runtime.session import Session
 from edgekit.runtime.step import StepInputs, StepOutputs
@@ -45,7 +46,7 @@ def test_rates_are_median_slowest_and_fastest() -> None:
 
 def test_rows_come_in_order_with_one_time_per_repetition(bundle: Path) -> None:
     options = BenchmarkOptions(prompt_tokens=20, decode_tokens=6, depths=(50, 0), repetitions=3)
-    report = benchmark(bundle, options, threads=1)
+    report = benchmark(bundle, options, load=LoadOptions(threads=1))
     assert [row.name for row in report.measurements] == ["pp20", "tg6", "tg32@50", "tg32@0"]
     assert [row.tokens for row in report.measurements] == [20, 6, 32, 32]
     assert all(len(row.seconds) == 3 and min(row.seconds) > 0 for row in report.measurements)

@@ -7,15 +7,19 @@ import sys
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
+from edgekit.cache_layout import cache_layout
 from edgekit.contract import MASKED
 from edgekit.errors import DoesNotFitError
 from edgekit.rope import RopeSpec
 from edgekit.runtime import cache as module
-from edgekit.runtime.cache import KVCache, LayerStack, layer_stacks
+from edgekit.runtime import cache_arrays, slots
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.cache_arrays import StackArrays
 from edgekit.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 
 Shape = tuple[int, int, int]
@@ -56,17 +60,22 @@ def _spec(shapes: tuple[Shape, ...], max_positions: int = 1000) -> DecoderSpec:
     )
 
 
-def _step(spec: DecoderSpec, tags: list[int]) -> tuple[LayerStack, ...]:
+def _cache(spec: DecoderSpec) -> KVCache:
+    return KVCache(cache_layout(spec), spec.max_positions)
+
+
+def _step(spec: DecoderSpec, tags: list[int]) -> tuple[StackArrays, ...]:
     """New rows of tokens that are told apart by a number; no two numbers of one token are the same."""
-    stacks = layer_stacks(spec, len(tags))
-    for stack in stacks:
-        for place, layer in enumerate(stack.layers):
-            stack.keys[place], stack.values[place] = (np.stack(rows, axis) for rows, axis in _rows(stack, layer, tags))
+    stacks = tuple(StackArrays.empty(stack, "fp32", len(tags)) for stack in cache_layout(spec).stacks)
+    for arrays in stacks:
+        for place, layer in enumerate(arrays.stack.layers):
+            rows = _rows(arrays, layer, tags)
+            arrays.keys[place], arrays.values[place] = (np.stack(part, axis) for part, axis in rows)
     return stacks
 
 
-def _rows(stack: LayerStack, layer: int, tags: list[int]) -> list[tuple[list[Any], int]]:
-    shape = stack.shape
+def _rows(arrays: StackArrays, layer: int, tags: list[int]) -> list[tuple[list[Any], int]]:
+    shape = arrays.stack.shape
     keys = [tag + _pattern(layer, 0, shape.num_kv_heads, shape.key_dim) for tag in tags]
     values = [tag + _pattern(layer, 1, shape.num_kv_heads, shape.value_dim) for tag in tags]
     return [(keys, -1), (values, -2)]
@@ -76,31 +85,21 @@ def _pattern(layer: int, kind: int, heads: int, width: int) -> Any:
     return (np.arange(heads * width).reshape(heads, width) / 64 + kind / 2 + 1000 * layer).astype(np.float32)
 
 
-def _held(cache: KVCache) -> list[int]:
-    """The numbers of the tokens in live slots, sorted, after checking every value of theirs."""
-    slots = np.flatnonzero(cache.past_bias[0, 0, 0] == 0)
-    assert set(np.unique(cache.past_bias)) <= {np.float32(0), np.float32(MASKED)}
-    first = cache.stacks[0]
-    tags = first.keys[0][0, 0, slots].astype(int) - 1000 * first.layers[0]
-    for stack in cache.stacks:
-        for place, layer in enumerate(stack.layers):
-            for (rows, axis), array in zip(_rows(stack, layer, tags.tolist()), (stack.keys, stack.values), strict=True):
+def _held(cache: KVCache, group: int = 0) -> list[int]:
+    """The numbers of the tokens in live slots of a group, from the oldest, after checking every value of theirs."""
+    slots, bias = cache.maps[group].order(), cache.maps[group].past_bias
+    assert set(np.unique(bias)) <= {np.float32(0), np.float32(MASKED)}
+    assert sorted(slots) == np.flatnonzero(bias[0, 0, 0] == 0).tolist()
+    stacks = [arrays for arrays in cache.stacks if arrays.stack.group == group]
+    tags = stacks[0].keys[0][0, 0, slots].astype(int) - 1000 * stacks[0].stack.layers[0]
+    for arrays in stacks:
+        for place, layer in enumerate(arrays.stack.layers):
+            parts = zip(_rows(arrays, layer, tags.tolist()), (arrays.keys, arrays.values), strict=True)
+            for (rows, axis), array in parts:
                 found = np.take(array[place], slots, axis)
                 np.testing.assert_array_equal(found, np.stack(rows, axis) if rows else found[:0].reshape(found.shape))
-    return sorted(tags.tolist())
-
-
-@pytest.mark.parametrize("shapes", [UNIFORM, MIXED])
-def test_layers_of_one_head_shape_share_arrays(shapes: tuple[Shape, ...]) -> None:
-    stacks = layer_stacks(_spec(shapes), 5)
-    assert len(stacks) == len(set(shapes))
-    assert sorted(layer for stack in stacks for layer in stack.layers) == list(range(len(shapes)))
-    for stack in stacks:
-        for layer in stack.layers:
-            heads, key_dim, value_dim = shapes[layer]
-            assert stack.keys.shape == (len(stack.layers), heads, key_dim, 5)
-            assert stack.values.shape == (len(stack.layers), heads, 5, value_dim)
-        assert stack.keys.dtype == stack.values.dtype == np.float32
+    held: list[int] = tags.tolist()
+    return held
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -110,7 +109,7 @@ def test_random_operations_do_what_they_do_to_a_list(
 ) -> None:
     monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
     spec, random = _spec(shapes, max_positions=150), np.random.default_rng(seed)
-    cache, model, next_tag = KVCache(spec), list[int](), 1
+    cache, model, next_tag = _cache(spec), list[int](), 1
     for _ in range(70):
         match random.integers(4):
             case 0:
@@ -126,16 +125,17 @@ def test_random_operations_do_what_they_do_to_a_list(
                 rows = [row for row in range(len(tags)) if random.random() < 0.7][: 150 - len(model)]
                 cache.append(_step(spec, tags), rows)
                 model += [tags[row] for row in rows]
-        assert cache.length == len(model) <= cache.capacity <= 150
-        assert cache.past_bias.shape == (1, 1, 1, cache.capacity)
-        assert _held(cache) == sorted(model)
+        assert cache.length == len(model) <= cache.capacity <= 152
+        assert cache.maps[0].past_bias.shape == (1, 1, 1, cache.capacity)
+        assert _held(cache) == model
+        assert cache.room == 150 - len(model)
     assert next_tag < 1000
 
 
-@pytest.mark.parametrize(("rows", "first"), [([3, 0, 2], [1, 4]), ([0, 2, 1, 3], [1, 3])])
+@pytest.mark.parametrize(("rows", "first"), [([3, 0, 2], [4, 1]), ([0, 2, 1, 3], [1, 3])])
 def test_rows_may_be_kept_in_any_order(rows: list[int], first: list[int]) -> None:
     spec = _spec(MIXED)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.append(_step(spec, [1, 2, 3, 4]), rows)
     cache.truncate(2)
     assert _held(cache) == first
@@ -144,33 +144,99 @@ def test_rows_may_be_kept_in_any_order(rows: list[int], first: list[int]) -> Non
 def test_slots_need_not_be_consecutive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
     spec = _spec(MIXED)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.append(_step(spec, [1, 2, 3, 4, 5, 6]), range(6))
-    cache._slots = cache._slots[[5, 1, 3]]  # as an eviction would leave it
-    cache.truncate(3)
-    assert _held(cache) == [2, 4, 6]
+    cache.slide(2, sinks=1)
+    assert _held(cache) == [1, 4, 5, 6]
     cache.append(_step(spec, [7, 8, 9, 10]), range(4))
-    assert _held(cache) == [2, 4, 6, 7, 8, 9, 10]
-    assert cache.capacity == 8
+    assert _held(cache) == [1, 4, 5, 6, 7, 8, 9, 10]
+    assert cache.capacity == 8, "the slots of the evicted tokens are used again"
     cache.append(_step(spec, [11, 12]), range(2))
     assert cache.capacity == 16
-    assert _held(cache) == [2, 4, 6, 7, 8, 9, 10, 11, 12]
-    cache.truncate(4)
-    assert _held(cache) == [2, 4, 6, 7]
+    assert _held(cache) == [1, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert cache.length == cache.next_position == 12
+    cache.truncate(8)
+    assert _held(cache) == [1, 4, 5, 6, 7, 8]
+
+
+def test_after_sliding_half_of_what_is_held_must_remain() -> None:
+    spec = _spec(UNIFORM)
+    cache = _cache(spec)
+    cache.append(_step(spec, list(range(1, 21))), range(20))
+    cache.slide(10, sinks=2)
+    assert [length for length in range(1, 21) if cache.reusable(length)] == list(range(15, 21))
+    assert cache.reusable(0)
+    assert not cache.reusable(21)
+    cache.truncate(0)
+    assert (cache.length, cache.live, cache.next_position) == (0, 0, 0)
+
+
+def test_kv_heads_keep_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
+    spec = _spec(MIXED)
+    cache, random = _cache(spec), np.random.default_rng(0)
+    cache.append(_step(spec, list(range(1, 31))), range(30))
+    chosen = [
+        np.sort(random.permuted(np.tile(np.arange(30), (len(s.layers), s.shape.num_kv_heads, 1)), axis=2)[..., :6])
+        for s in cache.layout.stacks
+    ]
+    kept = cache.selected(chosen)
+    for arrays, before, kept_slots in zip(kept.stacks, cache.stacks, chosen, strict=True):
+        for layer, head in np.ndindex(kept_slots.shape[:2]):
+            index = kept_slots[layer, head]
+            np.testing.assert_array_equal(arrays.keys[layer, head, :, :6], before.keys[layer, head][:, index])
+            np.testing.assert_array_equal(arrays.values[layer, head, :6], before.values[layer, head][index])
+    assert _held(cache) == list(range(1, 31)), "the cache that was chosen from is as it was"
+    assert (kept.length, kept.live, kept.next_position) == (30, 6, 30)
+    assert [length for length in range(31) if kept.reusable(length)] == [0, 30]
+    cache.become(cache.selected(chosen, give_back=True))
+    for one, other in zip(cache.stacks, kept.stacks, strict=True):
+        np.testing.assert_array_equal(one.keys, other.keys)
+    cache.append(_step(spec, [50]), [0])
+    assert (cache.length, cache.live) == (31, 7)
+
+
+def _windowed(window: int, max_positions: int) -> DecoderSpec:
+    spec = _spec(UNIFORM, max_positions)
+    attention = msgspec.structs.replace(spec.layers[1].attention, sliding_window=window)
+    middle = msgspec.structs.replace(spec.layers[1], attention=attention)
+    return msgspec.structs.replace(spec, layers=(spec.layers[0], middle, spec.layers[2]))
+
+
+def test_a_group_with_a_window_holds_little_more_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_TOKENS", 8)
+    monkeypatch.setattr(module, "ROLLBACK_TOKENS", 4)
+    spec, random = _windowed(10, 400), np.random.default_rng(0)
+    cache, tags = _cache(spec), list[int]()
+    while len(tags) < 300:
+        new = list(range(len(tags) + 1, len(tags) + 1 + int(random.integers(1, 40))))
+        cache.append(_step(spec, new), range(len(new)))
+        tags += new
+        held = _held(cache, 1)
+        assert _held(cache, 0) == tags
+        assert held == tags[-len(held) :]
+        assert min(9, len(tags)) <= len(held) <= cache.maps[1].capacity <= 16
+        positions = cache.maps[1].positions[cache.maps[1].order()]
+        assert positions.tolist() == list(range(len(tags) - len(held), len(tags)))
+    end = len(tags)
+    usable = [length for length in range(end + 1) if cache.reusable(length)]
+    assert usable == [0, *range(end - (len(held) - 9), end + 1)], "nine tokens before each must be there"
+    cache.truncate(usable[1])
+    assert _held(cache, 1) == tags[: usable[1]][-9:]
 
 
 def test_the_bias_is_derived_from_the_map() -> None:
     spec = _spec(UNIFORM)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.append(_step(spec, [1, 2, 3]), range(3))
-    cache.past_bias[:] = 0  # whatever it was
+    cache.maps[0].past_bias[:] = 0  # whatever it was
     cache.truncate(2)
     assert _held(cache) == [1, 2]
 
 
 def test_capacity_grows_in_buckets_by_an_eighth_at_least_and_no_further_than_the_context() -> None:
     spec = _spec(UNIFORM, max_positions=2100)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     seen = [cache.capacity]
     for tag in range(1, 2101):
         cache.append(_step(spec, [tag]), [0])
@@ -178,13 +244,13 @@ def test_capacity_grows_in_buckets_by_an_eighth_at_least_and_no_further_than_the
             assert tag == seen[-1] + 1, "it grows no earlier than it must"
             seen.append(cache.capacity)
     assert seen[:3] == [128, 256, 384]
-    assert seen[-1] == 2100
+    assert seen[-1] == 2104, "a multiple of 8"
     assert all(after % 128 == 0 and before * 9 / 8 <= after for before, after in itertools.pairwise(seen[:-1]))
     assert cache.length == 2100
 
 
 def test_a_prompt_gets_its_slots_at_once() -> None:
-    cache = KVCache(_spec(UNIFORM, max_positions=2000))
+    cache = _cache(_spec(UNIFORM, max_positions=2000))
     cache.reserve(700)
     assert cache.capacity == 768
     assert cache.length == 0
@@ -193,7 +259,7 @@ def test_a_prompt_gets_its_slots_at_once() -> None:
 
 def test_a_prompt_of_known_length_gets_its_slots_in_ever_larger_steps_and_no_more_than_it_needs() -> None:
     spec = _spec(UNIFORM, max_positions=5000)
-    cache, seen = KVCache(spec), []
+    cache, seen = _cache(spec), []
     for start in range(0, 4096, 128):
         cache.reserve(128, following=4160 - start - 128)
         cache.append(_step(spec, list(range(start, start + 128))), range(128))
@@ -202,12 +268,12 @@ def test_a_prompt_of_known_length_gets_its_slots_in_ever_larger_steps_and_no_mor
     assert _held(cache) == list(range(4096))
     cache.reserve(1, following=1000)
     assert cache.capacity == 4224, "nothing is moved before it must be"
-    with pytest.raises(DoesNotFitError, match="5001 tokens are more than the model's context of 5000"):
+    with pytest.raises(DoesNotFitError, match="5001 tokens are more than the 5000 that the KV cache has room for"):
         cache.reserve(905)
 
 
 def test_an_empty_cache_makes_room_for_an_answer_at_once() -> None:
-    cache = KVCache(_spec(UNIFORM, max_positions=5000))
+    cache = _cache(_spec(UNIFORM, max_positions=5000))
     cache.reserve(128, following=64)
     assert cache.capacity == 256
 
@@ -216,7 +282,7 @@ def test_an_empty_cache_makes_room_for_an_answer_at_once() -> None:
 def test_a_cache_that_is_almost_empty_again_gives_room_back(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGE_BYTES", large_bytes)
     spec = _spec(UNIFORM, max_positions=5000)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.append(_step(spec, list(range(1500))), range(1500))
     capacity = cache.capacity
     cache.truncate(1000)
@@ -232,18 +298,18 @@ def test_a_cache_that_is_almost_empty_again_gives_room_back(large_bytes: int, mo
 
 def test_large_arrays_are_not_held_twice_while_they_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = _spec(((2, 64, 64),) * 8, max_positions=100_000)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.reserve(9000)
     assert cache.size_bytes > 2 * module.LARGE_BYTES
     for array in (cache.stacks[0].keys, cache.stacks[0].values):
         array[:] = 1.0  # for its pages to be there
-    process, give_back, seen = psutil.Process(), module._give_back, []
+    process, give_back, seen = psutil.Process(), cache_arrays.release_pages, []
 
     def watched(array: Any) -> None:
         seen.append(process.memory_info().rss)
         give_back(array)
 
-    monkeypatch.setattr(module, "_give_back", watched)
+    monkeypatch.setattr(cache_arrays, "release_pages", watched)
     before, size = process.memory_info().rss, cache.size_bytes
     cache.reserve(9500)
     assert len(seen) == 2 * 8
@@ -252,7 +318,7 @@ def test_large_arrays_are_not_held_twice_while_they_are_moved(monkeypatch: pytes
 
 
 def test_a_context_smaller_than_a_bucket_gets_no_more_slots_than_it_has() -> None:
-    cache = KVCache(_spec(UNIFORM, max_positions=40))
+    cache = _cache(_spec(UNIFORM, max_positions=40))
     assert cache.capacity == 40
     assert cache.size_bytes == 3 * 2 * (4 + 4) * 40 * 4
 
@@ -260,9 +326,9 @@ def test_a_context_smaller_than_a_bucket_gets_no_more_slots_than_it_has() -> Non
 @pytest.mark.parametrize("how", ["reserve", "append"])
 def test_more_tokens_than_the_context_are_refused_and_change_nothing(how: str) -> None:
     spec = _spec(UNIFORM, max_positions=10)
-    cache = KVCache(spec)
+    cache = _cache(spec)
     cache.append(_step(spec, list(range(1, 9))), range(8))
-    with pytest.raises(DoesNotFitError, match="11 tokens are more than the model's context of 10"):
+    with pytest.raises(DoesNotFitError, match="11 tokens are more than the 10 that the KV cache has room for"):
         cache.reserve(3) if how == "reserve" else cache.append(_step(spec, [20, 21, 22]), range(3))
     assert _held(cache) == list(range(1, 9))
     cache.append(_step(spec, [9, 10]), range(2))
@@ -276,7 +342,7 @@ class _Interruption:
         self.left = at
 
     def __call__(self, frame: FrameType, event: str, _: object) -> _Interruption | None:
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in (module.__file__, slots.__file__, cache_arrays.__file__):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -311,7 +377,7 @@ def test_an_interruption_before_any_instruction_loses_nothing_or_of_large_arrays
     spec = _spec(MIXED[:2])
     at, done = 1, False
     while not done:
-        cache = KVCache(spec)
+        cache = _cache(spec)
         cache.append(_step(spec, [1, 2, 3, 4]), range(4))
         done = _interrupted(cache, spec, at) > 0
         cache.truncate(min(cache.length, 4))
@@ -320,6 +386,6 @@ def test_an_interruption_before_any_instruction_loses_nothing_or_of_large_arrays
         # And it is as good as new.
         cache.append(_step(spec, list(range(20, 34))), range(14))
         assert _held(cache) == [*left, *range(20, 34)]
-        assert all(stack.keys.shape[-1] == stack.values.shape[-2] == cache.capacity for stack in cache.stacks)
+        assert all(arrays.keys.shape[-1] == arrays.values.shape[-2] == cache.capacity for arrays in cache.stacks)
         at += 1
     assert at > 500

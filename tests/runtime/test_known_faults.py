@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekit.cache_layout import cache_layout
 from edgekit.runtime.llm import LLM
 from edgekit.runtime.lowered import lowered_graph
 from edgekit.runtime.sampling import SamplingParams
@@ -128,7 +129,7 @@ def test_loading_takes_no_more_memory_than_running(make_checkpoint: Any, tmp_pat
     checkpoint = make_checkpoint({"model_type": "llama", **sizes, "vocab_size": 320, "num_hidden_layers": 4})
     options = ExportOptions(quantization=QuantizationOptions())
     bundle = export_bundle(checkpoint, tmp_path / "model.edge", options, lambda *_: None)
-    lowered_graph(bundle)
+    lowered_graph(bundle, cache_layout(bundle.manifest.spec))
     command = [sys.executable, "-c", LOADED, str(bundle.path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     samples, loading, running = map(int, done.stdout.split())

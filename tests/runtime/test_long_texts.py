@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from edgekit.runtime import cache, session
-from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
-from edgekit.runtime.lowered import lowered_graph
+from edgekit.runtime.cache_arrays import StackArrays
 from edgekit.runtime.sampling import SamplingParams
 from edgekit.runtime.session import Session
 from edgekit.runtime.strategies.autoregressive import Autoregressive
+from tests.runtime.conftest import load_backend
 
 VOCABULARY = 320
 LIMIT = 24
@@ -38,7 +38,7 @@ class Model:
     """A model in ONNX Runtime, and Hugging Face's implementation of it."""
 
     def __init__(self, bundle: Any, oracle: Any) -> None:
-        self.backend = OnnxRuntimeCpu(lowered_graph(bundle), bundle.manifest.spec, 1)
+        self.backend = load_backend(bundle)
         self._oracle = oracle
 
     def session(self) -> Session:
@@ -121,10 +121,11 @@ def _biases(slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], wind
 
 
 def test_a_window_is_seen_through_the_slots_of_the_cache(models: Any) -> None:
-    held = cache.KVCache(models("window").backend.spec)
-    rows = [stack.empty(12) for stack in held.stacks]
+    layout = models("window").backend.layout
+    held = cache.KVCache(layout, 100)
+    rows = [StackArrays.empty(stack, "fp32", 12) for stack in layout.stacks]
     held.append(rows, range(12))
     held.truncate(9)
     positions = np.array([9, 10, 14])
-    seen = [np.flatnonzero(row == 0).tolist() for row in held.window_bias(positions, 7)]
+    seen = [np.flatnonzero(row == 0).tolist() for row in held.window_bias(0, positions)]
     assert seen == _biases(np.arange(9), positions, 7) == [[3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8], [8]]

@@ -20,6 +20,7 @@ import pytest
 
 from edgekit import bundle as bundle_module
 from edgekit.bundle import GRAPH, GRAPH_DATA, Bundle, open_bundle, sha256_file
+from edgekit.cache_layout import cache_layout
 from edgekit.errors import CorruptArtifactError, EdgeKitError, StorageError, UnsupportedError
 from edgekit.runtime import lowered
 from edgekit.runtime.llm import LLM
@@ -47,18 +48,22 @@ def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The graphs that were lowered, in processes of their own."""
     done, run = list[Path](), lowered._run_lowering
 
-    def note_and_run(graph: Path, output: Path) -> None:
+    def note_and_run(graph: Path, output: Path, layout: str) -> None:
         done.append(graph)
-        run(graph, output)
+        run(graph, output, layout)
 
     monkeypatch.setattr(lowered, "_run_lowering", note_and_run)
     return done
 
 
+def _lowered(bundle: Bundle) -> Path:
+    return lowered_graph(bundle, cache_layout(bundle.manifest.spec))
+
+
 @pytest.fixture(scope="module")
 def whole(tiny_bundle: Any) -> Path:
     """The directory of a lowered graph. Do not change it."""
-    return lowered_graph(tiny_bundle()).parent
+    return _lowered(tiny_bundle()).parent
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def copies(whole: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The graphs that were lowered, by copying the right result."""
     done: list[Path] = []
 
-    def copy(graph: Path, output: Path) -> None:
+    def copy(graph: Path, output: Path, _: str) -> None:
         done.append(graph)
         for name in (GRAPH, GRAPH_DATA):
             shutil.copy(whole / name, output / name)
@@ -92,16 +97,16 @@ def test_the_first_load_lowers_the_graph_and_the_second_does_not(
 
 
 def test_a_copy_of_a_bundle_shares_its_lowered_graph(bundle: Bundle, whole: Path, lowerings: list[Path]) -> None:
-    assert lowered_graph(bundle).parent == whole
+    assert _lowered(bundle).parent == whole
     assert lowerings == []
 
 
 def test_other_code_or_another_onnx_runtime_lowers_anew(
     bundle: Bundle, cache: Path, copies: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = lowered_graph(bundle)
+    first = _lowered(bundle)
     monkeypatch.setattr(onnxruntime, "__version__", "0.0.1")
-    second = lowered_graph(bundle)
+    second = _lowered(bundle)
     assert first != second
     assert len(copies) == 2
     assert first.is_relative_to(cache)
@@ -146,13 +151,13 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_or_partial_graph_is_made_again(
     damage: str, bundle: Bundle, cache: Path, whole: Path, copies: list[Path]
 ) -> None:
-    lowered_graph(bundle)
+    _lowered(bundle)
     DAMAGES[damage](_entry(cache))
-    graph = lowered_graph(bundle)
+    graph = _lowered(bundle)
     assert len(copies) == 2
     for name in (GRAPH, GRAPH_DATA):
         assert (graph.parent / name).read_bytes() == (whole / name).read_bytes()
-    assert lowered_graph(bundle) == graph
+    assert _lowered(bundle) == graph
     assert len(copies) == 2
     assert [path.name for path in graph.parent.parent.iterdir() if path.is_dir()] == [graph.parent.name]
 
@@ -177,20 +182,20 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(
 def test_a_disk_that_fills_up_leaves_nothing_behind(
     bundle: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fill(_: Path, output: Path) -> None:
+    def fill(_: Path, output: Path, __: str) -> None:
         (output / GRAPH).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lowered, "_run_lowering", fill)
     with pytest.raises(StorageError, match="No space left on device"):
-        lowered_graph(bundle)
+        _lowered(bundle)
     assert [path for path in (cache / "lowered").iterdir() if path.is_dir()] == []
 
 
 def test_a_failing_lowering_gives_its_reason_and_leaves_nothing_behind(bundle: Bundle, cache: Path) -> None:
     bundle.file(GRAPH).write_bytes(b"\xffnot a graph")
     with pytest.raises(EdgeKitError, match=r"^lowering '.*model\.onnx' failed: .*Error.*") as caught:
-        lowered_graph(bundle)
+        _lowered(bundle)
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert [path for path in (cache / "lowered").iterdir() if path.is_dir()] == []
@@ -199,17 +204,17 @@ def test_a_failing_lowering_gives_its_reason_and_leaves_nothing_behind(bundle: B
 def test_graphs_that_nobody_has_loaded_for_a_month_are_removed_when_another_is_made(
     bundle: Bundle, tiny_bundle: Any, cache: Path
 ) -> None:
-    first = lowered_graph(bundle).parent
+    first = _lowered(bundle).parent
     (cache / "lowered" / "abandoned.lock").touch()
     month_ago = first.stat().st_mtime - 31 * 24 * 3600
     for path in (first, cache / "lowered" / "abandoned.lock"):
         os.utime(path, (month_ago, month_ago))
-    lowered_graph(bundle)  # a use
-    lowered_graph(tiny_bundle("gpt_neox"))
+    _lowered(bundle)  # a use
+    _lowered(tiny_bundle("gpt_neox"))
     assert first.is_dir()
     assert not (cache / "lowered" / "abandoned.lock").exists()
     os.utime(first, (month_ago, month_ago))
-    lowered_graph(tiny_bundle("qwen3"))
+    _lowered(tiny_bundle("qwen3"))
     assert not first.exists()
 
 
@@ -218,14 +223,14 @@ def test_a_full_disk_in_the_other_process_is_a_storage_error(bundle: Bundle, mon
     report = subprocess.CompletedProcess([], 1, "", "noise\nstorage\tcannot write 'x': No space left on device\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: report)
     with pytest.raises(StorageError, match=r"failed: cannot write 'x': No space left on device; free some space, or"):
-        lowered_graph(bundle)
+        _lowered(bundle)
 
 
 @pytest.mark.usefixtures("cache")
 def test_the_kind_of_the_failure_survives_the_process(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered, "TARGET", "nonsense")
     with pytest.raises(UnsupportedError, match="failed: lowering target 'nonsense'; known: ort-cpu"):
-        lowered_graph(bundle)
+        _lowered(bundle)
 
 
 @pytest.mark.usefixtures("cache")
@@ -245,14 +250,14 @@ def test_a_process_that_dies_is_reported(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(EdgeKitError, match=reason):
-        lowered_graph(bundle)
+        _lowered(bundle)
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_process_that_cannot_start_is_reported(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(EdgeKitError, match=r"failed: cannot start '/nowhere/python'"):
-        lowered_graph(bundle)
+        _lowered(bundle)
 
 
 @pytest.mark.usefixtures("cache")
@@ -264,7 +269,7 @@ def test_lowering_imports_nothing_from_the_current_directory(
     for name in ("onnx_ir", "json", "numpy", "edgekit"):
         (bundle.path / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nraise SystemExit(1)\n")
     monkeypatch.chdir(bundle.path)
-    assert lowered_graph(replace(bundle, path=Path())).is_file()
+    assert _lowered(replace(bundle, path=Path())).is_file()
     assert not marker.exists()
 
 

@@ -225,11 +225,11 @@ def test_rows_that_cannot_be_kept_leave_a_conversation_that_goes_on(
     conversation, prompt, append = _session(watched), _prompt(20), cache.KVCache.append
 
     def fail_half_way(self: cache.KVCache, new: Any, rows: Any) -> None:
-        length, slots = self.length, self._slots
+        length = self.length
         append(self, new, rows)
         if len(watched.steps) == number + 1:
             assert self.length > length
-            self._slots = slots  # the rows are in the arrays and the bias, and not in the map
+            self._length = length  # the rows are in the arrays and the maps, and do not count
             raise _FaultError
 
     monkeypatch.setattr(cache.KVCache, "append", fail_half_way)
