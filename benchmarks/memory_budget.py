@@ -48,6 +48,14 @@ def policy_for(bundle: Path, budget: str, needed: int) -> str:
     return "stop" if plan.memory.capacity_tokens >= needed else "window"
 
 
+def load_options(budget: str, policy: str, threads: int, needed: int) -> LoadOptions:
+    """Returns the options of a run: with room for the whole text, or for as much as fits."""
+    cache = KVCacheOptions(policy=policy)
+    return LoadOptions(
+        threads=threads, memory_budget=budget, kv_cache=cache, ctx_size=needed if policy == "stop" else None
+    )
+
+
 @click.command(help=__doc__)
 @click.argument("bundle", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
@@ -59,8 +67,7 @@ def policy_for(bundle: Path, budget: str, needed: int) -> str:
 def main(*, bundle: Path, text: Path, budgets: str, prompt: int, tokens: int, threads: int, policy: str | None) -> None:
     """Measures and prints."""
     if policy is not None:
-        cache = KVCacheOptions(policy=policy)
-        options = LoadOptions(threads=threads, memory_budget=budgets, kv_cache=cache)
+        options = load_options(budgets, policy, threads, prompt + tokens)
         click.echo(json.dumps(run(bundle, text, options, prompt, tokens)))
         return
     click.echo("| budget, MB | policy | KV cache | slots | chunk | planned, MB | peak, MB | planned / peak |")

@@ -27,7 +27,7 @@ BUCKET_TOKENS = 128
 # writes otherwise, can be dropped without reading the conversation again.
 ROLLBACK_TOKENS = 64
 # Arrays from this size on are not held twice while they are moved.
-LARGE_BYTES = 32 << 20
+LARGE_BYTES = 4 << 20
 # The lowered graph cuts the past into eight blocks: `edgekit.export.lowering.ort_cpu_attention`.
 CAPACITY_MULTIPLE = 8
 

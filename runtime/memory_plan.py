@@ -30,11 +30,12 @@ DTYPE_CHOICES: tuple[DtypeChoice, ...] = ("auto", "fp32", "fp16", "int8")
 CHUNK_TOKENS = (128, 64, 32, 16, 8)
 MIN_CAPACITY_TOKENS = BUCKET_TOKENS
 
-# Interpreter, NumPy and ONNX Runtime with a session of no weights; each layer's nodes and kernels; each entry of the
-# vocabulary in the tokenizer.
-BASE_BYTES = 62_000_000
+# Interpreter, NumPy and ONNX Runtime before a bundle is loaded, unless the process holds more by then; what a session
+# takes besides; each layer's nodes and kernels; each entry of the vocabulary in the tokenizer.
+PROCESS_BYTES = 54_000_000
+SESSION_BYTES = 20_000_000
 LAYER_BYTES = 230_000
-TOKEN_BYTES = 620
+TOKEN_BYTES = 640
 # Rows of scores that attention holds at once, of each query head and new token, per cache dtype.
 SCORE_COPIES: dict[KVCacheDtype, float] = {"fp32": 3.0, "fp16": 3.0, "int8": 3.3}
 # A layer's float16 cache is widened while it is read, keys and values.
@@ -175,7 +176,7 @@ def _plan(
     spec = bundle.manifest.spec
     return MemoryPlan(
         budget_bytes=request.budget_bytes,
-        base_bytes=max(request.base_bytes, BASE_BYTES) + len(spec.layers) * LAYER_BYTES + spec.vocab_size * TOKEN_BYTES,
+        base_bytes=_base_bytes(spec, request.base_bytes),
         weights_bytes=weights_bytes(spec, bundle.manifest.storage),
         cache_bytes=cache_bytes(layout, capacity),
         workspace_bytes=workspace_bytes(spec, layout, chunk_tokens, capacity),
@@ -184,6 +185,11 @@ def _plan(
         chunk_tokens=chunk_tokens,
         context_tokens=context,
     )
+
+
+def _base_bytes(spec: DecoderSpec, held_bytes: int) -> int:
+    loaded = SESSION_BYTES + len(spec.layers) * LAYER_BYTES + spec.vocab_size * TOKEN_BYTES
+    return max(held_bytes, PROCESS_BYTES) + loaded
 
 
 def cache_bytes(layout: CacheLayout, capacity: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edgekit import LLM, ExportOptions, QuantizationOptions, export_bundle
+from edgekit.runtime.cache import KVCache
 from edgekit.runtime.step import causal_step
 
 ROOT = Path(__file__).resolve().parent.parent
