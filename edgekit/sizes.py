@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from edgekit.errors import UsageError, one_of
@@ -19,6 +18,7 @@ UNITS = {
     "GiB": 1 << 30,
     "TiB": 1 << 40,
 }
+MAX_BYTES = 1 << 60
 
 
 def parse_size(text: object, what: str) -> int:
@@ -32,7 +32,7 @@ def parse_size(text: object, what: str) -> int:
         Bytes, at least 1.
 
     Raises:
-        UsageError: There is no number or no unit, or the size is not positive.
+        UsageError: There is no number or no unit, or the size is less than a byte or more than `MAX_BYTES`.
     """
     if not isinstance(text, str):
         raise UsageError(f"{what} is {text!r}; it must be a text with a unit, such as '512MiB'")
@@ -46,11 +46,16 @@ def parse_size(text: object, what: str) -> int:
             "1048576 bytes) or MB (1000000)"
         )
     if unit not in UNITS:
-        raise UsageError(f"{what} is {text!r}, whose unit is {one_of(unit, UNITS)}")
+        same = next((f" (did you mean {known!r}?)" for known in UNITS if known.lower() == unit.lower()), None)
+        known = one_of(unit, UNITS) if same is None else f"{unit!r}; known: {', '.join(UNITS)}{same}"
+        raise UsageError(f"{what} is {text!r}, whose unit is {known}")
     size = number * UNITS[unit]
-    if not 1 <= size < math.inf:
+    if size < 1:
         raise UsageError(f"{what} is {text!r}; it must be at least 1 byte")
-    return int(size)
+    if size > MAX_BYTES:
+        raise UsageError(f"{what} is {text!r}; it must be at most {format_size(MAX_BYTES)}")
+    # What is meant is a whole number of bytes, which a product of fractions may miss by its last bit.
+    return round(size)
 
 
 def format_size(size_bytes: float) -> str:

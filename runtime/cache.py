@@ -9,9 +9,7 @@ A group with a sliding window holds little more than a window: what no later tok
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,7 @@ import numpy.typing as npt
 from edgekit.cache_layout import CacheLayout
 from edgekit.contract import window_bias
 from edgekit.errors import DoesNotFitError
-from edgekit.runtime.cache_arrays import SlotArray, StackArrays, as_slice
+from edgekit.runtime.cache_arrays import CacheArrays, SlotArray, StackArrays, as_slice
 from edgekit.runtime.slots import SlotMap
 
 BUCKET_TOKENS = 128
@@ -30,19 +28,6 @@ ROLLBACK_TOKENS = 64
 LARGE_BYTES = 4 << 20
 # The lowered graph cuts the past into eight blocks: `edgekit.export.lowering.ort_cpu_attention`.
 CAPACITY_MULTIPLE = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheArrays:
-    """All arrays of a cache; whoever holds pointers into them compares this object's identity.
-
-    Attributes:
-        maps: Slot map of every group.
-        stacks: Keys and values of every stack.
-    """
-
-    maps: tuple[SlotMap, ...]
-    stacks: tuple[StackArrays, ...]
 
 
 class KVCache:
@@ -56,7 +41,10 @@ class KVCache:
         layout: Groups, stacks and dtype.
         max_tokens: Slots that a group without a sliding window may have.
         max_positions: Positions that tokens may have; None for no limit.
+        limits: Slots that each group may have.
         arrays: Replaced as a whole when a capacity changes.
+        shift: By how much the positions of the newest tokens are less than their indices: see `lower_positions`.
+        chosen_from: How many of the first tokens KV heads have chosen from: see `selected`.
     """
 
     def __init__(self, layout: CacheLayout, max_tokens: int, max_positions: int | None = None) -> None:
@@ -70,17 +58,15 @@ class KVCache:
         self.layout = layout
         self.max_tokens = max_tokens
         self.max_positions = max_positions
-        self._limits = [slot_limit(group.sliding_window, max_tokens) for group in layout.groups]
+        self.limits = [slot_limit(group.sliding_window, max_tokens) for group in layout.groups]
         self._start()
 
     def _start(self) -> None:
-        maps = tuple(SlotMap(_rounded(min(BUCKET_TOKENS, limit))) for limit in self._limits)
+        maps = tuple(SlotMap(_rounded(min(BUCKET_TOKENS, limit))) for limit in self.limits)
         self.arrays = CacheArrays(maps=maps, stacks=self._empty_stacks(maps))
         self._length = 0
-        # Tokens whose position is less than their index, and by how much: see `slide`.
-        self._shift = 0
-        self._slid_tokens = 0
-        self._chosen_from = 0
+        self.shift = 0
+        self.chosen_from = 0
 
     def _empty_stacks(self, maps: Sequence[SlotMap]) -> tuple[StackArrays, ...]:
         return tuple(
@@ -110,7 +96,7 @@ class KVCache:
     @property
     def next_position(self) -> int:
         """Position of the next token."""
-        return self._length - self._shift
+        return self._length - self.shift
 
     @property
     def live(self) -> int:
@@ -118,23 +104,45 @@ class KVCache:
         return max(slots.live for slots in self.maps)
 
     @property
+    def slid_tokens(self) -> int:
+        """Tokens that `slide` has evicted."""
+        if self.chosen_from:
+            return 0
+        # Counted, and not remembered: it is right however an eviction was interrupted.
+        return self._length - min(
+            (slots.count_below(self._length) for _, slots, _ in self._unwindowed()), default=self._length
+        )
+
+    @property
     def room(self) -> int:
-        """Tokens that can be appended before something has to be evicted."""
+        """Tokens that can be appended before something has to be evicted; all when nothing ever has to be."""
         rooms = [limit - slots.live for _, slots, limit in self._unwindowed()]
         if self.max_positions is not None:
             rooms.append(self.max_positions - self.next_position)
-        return min(rooms, default=self.max_tokens - self._length)
+        return min(rooms, default=self.max_tokens)
+
+    def held(self, length: int) -> int:
+        """Returns the most slots that a group without a sliding window has in use for the first `length` tokens."""
+        return max((slots.count_below(length) for _, slots, _ in self._unwindowed()), default=0)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the keys and values."""
         return sum(stack.size_bytes for stack in self.stacks)
 
+    def is_windowed(self, group: int) -> bool:
+        """Whether a group gives slots away that no later token sees.
+
+        One whose sliding window is wider than all of its slots is kept as a group without a window is.
+        """
+        window = self.layout.groups[group].sliding_window
+        return window is not None and window <= self.limits[group]
+
     def _unwindowed(self) -> Iterator[tuple[int, SlotMap, int]]:
-        """Yields index, map and most slots of the groups without a sliding window."""
-        for index, group in enumerate(self.layout.groups):
-            if group.sliding_window is None:
-                yield index, self.maps[index], self._limits[index]
+        """Yields index, map and most slots of the groups that keep what no one else evicts."""
+        for index, slots in enumerate(self.maps):
+            if not self.is_windowed(index):
+                yield index, slots, self.limits[index]
 
     def window_bias(self, group: int, position_ids: SlotArray) -> npt.NDArray[np.float32]:
         """Computes what new tokens of layers with a sliding window add to their scores over the past.
@@ -156,11 +164,18 @@ class KVCache:
         Raises:
             DoesNotFitError: They are more than the context, or than the slots that fit into memory.
         """
-        if tokens > self.room:
+        room, positions = self.room, self.max_positions
+        if tokens <= room:
+            return
+        if positions is not None and positions - self.next_position == room:
             raise DoesNotFitError(
-                f"{self.max_tokens - self.room + tokens} tokens are more than the {self.max_tokens} that the KV cache "
-                "has room for; shorten the prompt, start a new conversation, or use the policy 'window'"
+                f"{self.next_position + tokens} tokens are more than the context of {positions}; shorten the prompt or "
+                "start a new conversation"
             )
+        raise DoesNotFitError(
+            f"{self.max_tokens - room + tokens} tokens are more than the {self.max_tokens} that the KV cache has room "
+            "for; shorten the prompt, start a new conversation, or give it more memory or a smaller dtype"
+        )
 
     def reserve(self, tokens: int, *, following: int = 0) -> None:
         """Makes room for this many more tokens.
@@ -177,7 +192,7 @@ class KVCache:
         """
         self.check_room(tokens)
         capacities = [
-            _grown(slots, limit, tokens, following) for slots, limit in zip(self.maps, self._limits, strict=True)
+            _grown(slots, limit, tokens, following) for slots, limit in zip(self.maps, self.limits, strict=True)
         ]
         if any(capacity > slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
             self._resize(capacities)
@@ -197,7 +212,7 @@ class KVCache:
         for index, slots in enumerate(self.maps):
             kept = chosen[max(0, len(chosen) - self._make_room(index, len(rows))) :]
             first = end - len(kept)
-            target = as_slice(slots.take(len(kept), first, first - self._shift))
+            target = as_slice(slots.take(len(kept), first, first - self.shift))
             source = as_slice(kept)
             for arrays, fresh in zip(self.stacks, new, strict=True):
                 if arrays.stack.group == index:
@@ -206,9 +221,9 @@ class KVCache:
 
     def _make_room(self, group: int, tokens: int) -> int:
         """Evicts what no later token of a window sees; returns how many of the new tokens the group holds."""
-        window, slots = self.layout.groups[group].sliding_window, self.maps[group]
-        if window is None:
+        if not self.is_windowed(group):
             return tokens
+        slots = self.maps[group]
         held = min(tokens, slots.capacity)
         slots.evict_oldest(max(0, slots.live + held - slots.capacity))
         return held
@@ -219,13 +234,20 @@ class KVCache:
         What was evicted in between may be missed: tokens within a layer's sliding window, or those that KV heads have
         chosen from. After sliding, half of what is held must remain.
         """
-        if length > self._length or 0 < length < self._chosen_from:
+        if length == 0:
+            return True
+        if length > self._length or length < self.chosen_from:
             return False
-        if 0 < length < self._length and self._slid_tokens and 2 * (self._length - length) > self.live:
-            return False
+        if not self.chosen_from and self.slid_tokens:
+            maps = [slots for _, slots, _ in self._unwindowed()]
+            if len({slots.count_below(self._length) for slots in maps}) > 1:
+                return False  # sliding was interrupted between them
+            if 2 * (self._length - length) > self.live or not maps[0].holds(length, self._length):
+                return False
+        # Of a window, the tokens that the token at index `length` sees of its past.
         return all(
-            group.sliding_window is None or _holds_window(slots, length, group.sliding_window)
-            for group, slots in zip(self.layout.groups, self.maps, strict=True)
+            not self.is_windowed(index) or slots.holds(max(0, length - (group.sliding_window or 0) + 1), length)
+            for index, (group, slots) in enumerate(zip(self.layout.groups, self.maps, strict=True))
         )
 
     def truncate(self, length: int) -> None:
@@ -234,23 +256,33 @@ class KVCache:
         Args:
             length: One that is `reusable`.
         """
-        if length == 0 and self._length == 0 and self.live == 0:
+        if length == 0 and self._length == 0 and self.live == 0 and not self.shift:
             return
-        if length == 0 and (self._slid_tokens or self._chosen_from):
+        if length == 0 and (self.shift or self.chosen_from or self.slid_tokens):
             self._start()
             return
         self._length = min(length, self._length)
         for slots in self.maps:
-            slots.drop_from(length)
+            slots.drop_from(self._length)
         capacities = [_shrunk(slots) for slots in self.maps]
         if any(capacity < slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
             self._resize(capacities)
 
     def slide(self, tokens: int, *, sinks: int) -> None:
-        """Evicts the oldest tokens but the first `sinks` from all groups without a sliding window."""
+        """Evicts the oldest tokens but the first `sinks` from all groups without a sliding window.
+
+        The keys of the sinks are the caller's to turn: from now on they have the positions right before the rest.
+        """
         for _, slots, _ in self._unwindowed():
             slots.evict_oldest(tokens, after=sinks)
-        self._slid_tokens += tokens
+        self.place(sinks)
+
+    def place(self, sinks: int) -> None:
+        """Gives the first tokens the positions right before those that sliding has left."""
+        forward = self.slid_tokens - self.shift
+        for _, slots, _ in self._unwindowed():
+            first = slots.oldest(sinks)
+            slots.positions[first] = slots.owners[first] + forward
 
     def lower_positions(self, by: int, turn: Callable[[StackArrays], None]) -> None:
         """Gives all tokens positions that are lower by as many; `turn` rotates the keys of a stack accordingly."""
@@ -259,7 +291,7 @@ class KVCache:
             turn(arrays)
         for slots in self.maps:
             slots.positions[slots.order()] -= by
-        self._shift += by
+        self.shift += by
         self._length = length
 
     def selected(self, slots: Sequence[SlotArray | None], *, give_back: bool = False) -> KVCache:
@@ -276,22 +308,31 @@ class KVCache:
             self._length = 0  # an interruption leaves nothing that is half there
         maps = list(self.maps)
         for stack, chosen in zip(self.layout.stacks, slots, strict=True):
-            kept = None if chosen is None else chosen.shape[2]
-            maps[stack.group] = _map_of_chosen(self.maps[stack.group], kept, self._limits[stack.group])
-            taken = maps[stack.group].take(kept or 0, 0, 0)
-            maps[stack.group].owners[taken], maps[stack.group].positions[taken] = length - 1, position - 1
+            if chosen is None:
+                maps[stack.group] = self.maps[stack.group].resized(self.maps[stack.group].capacity)
+                continue
+            kept = map_with_room(chosen.shape[2], self.limits[stack.group])
+            taken = kept.take(chosen.shape[2], 0, 0)
+            kept.owners[taken], kept.positions[taken] = length - 1, position - 1
+            maps[stack.group] = kept
         stacks = tuple(
-            _chosen(arrays, chosen, maps[arrays.stack.group].capacity, give_back=give_back)
+            arrays.select(chosen, maps[arrays.stack.group].capacity, give_back=give_back)
             for arrays, chosen in zip(self.stacks, slots, strict=True)
         )
-        other.arrays = CacheArrays(maps=tuple(maps), stacks=stacks)
-        other._length, other._shift, other._chosen_from = length, length - position, length
+        other.take_over(
+            CacheArrays(maps=tuple(maps), stacks=stacks), length=length, shift=length - position, chosen_from=length
+        )
         return other
 
     def become(self, other: KVCache) -> None:
         """Takes over what another cache of the same layout holds."""
-        self.arrays, self._shift, self._slid_tokens = other.arrays, other._shift, other._slid_tokens
-        self._chosen_from, self._length = other._chosen_from, other._length
+        self.take_over(other.arrays, length=other._length, shift=other.shift, chosen_from=other.chosen_from)
+
+    def take_over(self, arrays: CacheArrays, *, length: int, shift: int, chosen_from: int) -> None:
+        """Goes on with another conversation's arrays; `chosen_from` and `shift` are as the properties."""
+        self._length = 0  # an interruption leaves nothing that is half of each
+        self.arrays, self.shift, self.chosen_from = arrays, shift, chosen_from
+        self._length = length
 
     def _resize(self, capacities: Sequence[int]) -> None:
         """Moves everything to arrays of other capacities, which hold all live slots."""
@@ -339,23 +380,9 @@ def _shrunk(slots: SlotMap) -> int:
     return smaller if slots.capacity >= 8 * BUCKET_TOKENS and smaller <= slots.capacity // 2 else slots.capacity
 
 
-def _holds_window(slots: SlotMap, length: int, window: int) -> bool:
-    """Whether all tokens are there that the token at index `length` sees of its past."""
-    first = max(0, length - window + 1)
-    return int(np.count_nonzero((slots.owners >= first) & (slots.owners < length))) == length - first
-
-
-def _map_of_chosen(slots: SlotMap, count: int | None, limit: int) -> SlotMap:
-    """Returns an empty map with room for `count` slots and for what follows them; for None, a copy."""
-    if count is None:
-        return slots.resized(slots.capacity)
+def map_with_room(count: int, limit: int) -> SlotMap:
+    """Returns an empty map with room for `count` slots and for what follows them."""
     return SlotMap(min(_buckets(count + ROLLBACK_TOKENS), _rounded(max(count, limit))))
-
-
-def _chosen(arrays: StackArrays, chosen: SlotArray | None, capacity: int, *, give_back: bool) -> StackArrays:
-    if chosen is not None:
-        return arrays.select(chosen, capacity, give_back=give_back)
-    return arrays if give_back else copy.deepcopy(arrays)
 
 
 def _buckets(tokens: int) -> int:

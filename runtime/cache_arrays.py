@@ -8,6 +8,7 @@ value_scales  [layers, KV, 1, C]
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.cache_layout import KVCacheDtype, Stack
+from edgekit.runtime.slots import SlotMap
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 SlotArray: TypeAlias = npt.NDArray[np.int64]
@@ -89,14 +91,16 @@ class StackArrays:
                 if give_back:
                     release_pages(layer)
 
-    def select(self, slots: SlotArray, capacity: int, *, give_back: bool) -> StackArrays:
+    def select(self, slots: SlotArray | None, capacity: int, *, give_back: bool) -> StackArrays:
         """Gathers slots of each KV head into arrays of another capacity.
 
         Args:
-            slots: shape (layers, KV, n), int64.
+            slots: shape (layers, KV, n), int64; None for all as they are, whatever the capacity.
             capacity: Slots of the result, of which the first n are filled.
             give_back: Whether the memory of each layer goes once it is read.
         """
+        if slots is None:
+            return self if give_back else copy.deepcopy(self)
         dtype = next(name for name, kind in NUMPY_TYPES.items() if self.keys.dtype == kind)
         chosen = StackArrays.empty(self.stack, dtype, capacity)
         count = slots.shape[2]
@@ -135,6 +139,19 @@ class StackArrays:
         scales = np.maximum(np.abs(keys).max(axis=2, keepdims=True) / LARGEST_CODE, np.float32(1e-30))
         self.key_scales[..., slots] = scales
         self.keys[..., slots] = np.round(keys / scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheArrays:
+    """All arrays of a cache; whoever holds pointers into them compares this object's identity.
+
+    Attributes:
+        maps: Slot map of every group.
+        stacks: Keys and values of every stack.
+    """
+
+    maps: tuple[SlotMap, ...]
+    stacks: tuple[StackArrays, ...]
 
 
 def release_pages(array: CacheArray) -> None:

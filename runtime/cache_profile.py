@@ -56,6 +56,10 @@ def completed(budgets_tokens: Sequence[float], mean_tokens: int) -> tuple[int, .
     return tuple(max(1, math.ceil(round(budget + budget / total * missing, 6))) for budget in budgets_tokens)
 
 
+class _SchemaVersion(msgspec.Struct):
+    schema_version: Annotated[int, msgspec.Meta(ge=1)]
+
+
 def read_profile(path: str | os.PathLike[str], num_layers: int) -> CacheProfile:
     """Reads a profile.
 
@@ -69,16 +73,18 @@ def read_profile(path: str | os.PathLike[str], num_layers: int) -> CacheProfile:
     except OSError as error:
         raise UsageError(f"cannot read the cache profile {str(path)!r}: {error.strerror or error}") from error
     try:
+        # The version first: a newer one may have any shape.
+        version = msgspec.json.decode(content, type=_SchemaVersion).schema_version
+        if version > SCHEMA_VERSION:
+            raise UnsupportedError(
+                f"cache profile {str(path)!r} has schema_version {version}, this EdgeKit reads up to {SCHEMA_VERSION}; "
+                "upgrade with: pip install -U edgekit"
+            )
         profile = msgspec.json.decode(content, type=CacheProfile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptArtifactError(
             f"cache profile {str(path)!r} is not valid: {error}; make one with: edgekit tune-cache"
         ) from error
-    if profile.schema_version > SCHEMA_VERSION:
-        raise UnsupportedError(
-            f"cache profile {str(path)!r} has schema_version {profile.schema_version}, this EdgeKit reads up to "
-            f"{SCHEMA_VERSION}; upgrade with: pip install -U edgekit"
-        )
     if len(profile.budgets_tokens) != num_layers:
         raise UsageError(
             f"cache profile {str(path)!r} has budgets of {len(profile.budgets_tokens)} layers, the model has "

@@ -17,7 +17,7 @@ from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
 from edgekit.runtime.detokenizer import StreamingDetokenizer
-from edgekit.runtime.loading import KVCacheOptions, LoadOptions, plan_load
+from edgekit.runtime.loading import KVCacheOptions, LoadOptions, check_budget, check_policy, plan_load
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.output import CompletionChunk, CompletionOutput, FinishReason, Timings, Usage
 from edgekit.runtime.policies import PolicyOptions
@@ -106,6 +106,8 @@ class LLM:
     @classmethod
     def load(cls, bundle: str | os.PathLike[str], options: LoadOptions) -> LLM:
         """Loads a bundle with options that were put together elsewhere; see the constructor."""
+        if not isinstance(options, LoadOptions):
+            raise UsageError(f"options is {options!r}; it must be LoadOptions")
         return cls(
             bundle,
             threads=options.threads,
@@ -124,13 +126,19 @@ class LLM:
         Raises:
             UsageError: There is no such policy, or its budget is out of range.
             UnsupportedError: The policy cannot work with the model or its bundle.
+            DoesNotFitError: The policy keeps more than there is room for.
         """
         memory = self.plan.memory
+        if policy is not None:
+            if not isinstance(policy, PolicyOptions):
+                raise UsageError(f"policy is {policy!r}; it must be PolicyOptions, such as PolicyOptions(name='window')")
+            check_policy(policy, self.bundle)
+            check_budget(policy, memory)
         limits = SessionLimits(
             max_tokens=memory.capacity_tokens, max_positions=memory.context_tokens, chunk_tokens=memory.chunk_tokens
         )
         spec = self.bundle.manifest.spec
-        return Session(spec, self.backend, Autoregressive(), limits, policy or self.plan.policy)
+        return Session(spec, self.backend, Autoregressive(), limits, policy or self.plan.policy, self.bundle.digest)
 
     def new_cache(self) -> KVCache:
         """Returns an empty KV cache, for `backend.runner`: steps without a session."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from edgekit.bundle import Bundle
-from edgekit.errors import UnsupportedError, UsageError, one_of
+from edgekit.cache_layout import cache_layout
+from edgekit.errors import DoesNotFitError, UnsupportedError, UsageError, one_of
 from edgekit.runtime.available_memory import available_memory, resident_bytes
+from edgekit.runtime.cache import slot_limit
 from edgekit.runtime.cache_profile import read_profile
 from edgekit.runtime.memory_plan import DtypeChoice, MemoryPlan, MemoryRequest, plan_memory
 from edgekit.runtime.policies import POLICIES, PolicyOptions
-from edgekit.sizes import parse_size
+from edgekit.sizes import format_size, parse_size
 
 # Without a budget, so much of the machine is left to others.
 RESERVE_SHARE = 0.05
@@ -26,7 +27,7 @@ class KVCacheOptions:
     Attributes:
         dtype: "fp32", "fp16" or "int8"; "auto" for what the bundle was exported with, or int8 where that does not fit.
         policy: What happens when the cache is full: a key of `edgekit.runtime.policies.POLICIES`.
-        budget_tokens: Tokens that the policy keeps; None for all that there is room for.
+        budget_tokens: Tokens that the policy keeps, for all but stop; None for all that there is room for, with window.
         profile: File with budgets of each layer, for snapkv and laq; with `budget_tokens`, moved to that mean.
     """
 
@@ -70,55 +71,144 @@ class LoadPlan:
     @property
     def kept_bytes(self) -> int | None:
         """Bytes of the cache that the policy keeps of a prompt; None for all that there is room for."""
-        policy, layout = self.policy, self.memory.layout
-        budgets = policy.layer_budgets_tokens or (policy.budget_tokens,) * sum(len(g.layers) for g in layout.groups)
-        if any(budget is None for budget in budgets):
+        budgets, layout = _budgets(self.policy), self.memory.layout
+        if budgets is None:
             return None
-        kept = [budgets[group.layers[0]] or 0 for group in layout.groups]
-        return sum(layout.slot_bytes(index) * tokens for index, tokens in enumerate(kept))
+        kept = 0
+        for index, group in enumerate(layout.groups):
+            slots = slot_limit(group.sliding_window, self.memory.capacity_tokens)
+            if group.sliding_window is None:
+                slots = min(slots, budgets[0] if len(budgets) == 1 else budgets[group.layers[0]])
+            kept += layout.slot_bytes(index) * slots
+        return kept
 
 
 def plan_load(bundle: Bundle, options: LoadOptions, *, is_loading: bool = True) -> LoadPlan:
     """Decides everything about a load before anything is loaded.
 
     Args:
-        bundle: The bundle.
+        bundle: The bundle; only its manifest is read.
         options: What is asked for.
         is_loading: Whether it is this process that will hold the model.
 
     Raises:
         UsageError: An option is out of range, or the profile is for another number of layers.
-        UnsupportedError: The policy needs what the bundle lacks.
+        UnsupportedError: The policy needs what the bundle lacks, or a newer EdgeKit wrote the profile.
         DoesNotFitError: The budget is too small.
         CorruptArtifactError: The profile is malformed.
     """
+    _check_types(options)
     policy = _policy(bundle, options.kv_cache)
     held, wanted = resident_bytes() if is_loading else 0, options.memory_budget
+    context, context_option = options.ctx_size, "--ctx-size"
+    if context is None and POLICIES[policy.name].makes_room and policy.budget_tokens is not None:
+        # The conversation never holds more, so there is no need for more room.
+        context, context_option = policy.budget_tokens, "--kv-budget-tokens"
+        _check_trained(bundle, policy.budget_tokens, allow_long=options.allow_long)
     request = MemoryRequest(
         budget_bytes=_default_budget(held) if wanted is None else parse_size(wanted, "memory budget"),
-        context_tokens=options.ctx_size,
+        context_tokens=context,
         dtype=options.kv_cache.dtype,
         layer_budgets_tokens=policy.layer_budgets_tokens,
         allow_long=options.allow_long,
         base_bytes=held,
+        context_option=context_option,
     )
-    return LoadPlan(memory=plan_memory(bundle, request), policy=policy)
+    memory = plan_memory(bundle, request)
+    check_budget(policy, memory)
+    return LoadPlan(memory=memory, policy=policy)
+
+
+def check_policy(policy: PolicyOptions, bundle: Bundle) -> None:
+    """Refuses a policy that cannot work with a bundle, before anything of it is loaded.
+
+    Raises:
+        UsageError: There is no such policy, or its budget is missing, needless or out of range.
+        UnsupportedError: The model or its bundle lacks what the policy needs.
+    """
+    name, spec = policy.name, bundle.manifest.spec
+    if not isinstance(name, str) or name not in POLICIES:
+        raise UsageError(f"KV policy {one_of(str(name), POLICIES)}")
+    if POLICIES[name].needs_attention_mass:
+        if not bundle.manifest.attention_scores:
+            raise UnsupportedError(
+                f"KV policy {name!r} goes by the attention that tokens get, which bundle {str(bundle.path)!r} does not "
+                "say; export it with --attention-scores, or use the policy 'stop' or 'window'"
+            )
+        if _budgets(policy) is None:
+            raise UsageError(
+                f"KV policy {name!r} needs to know how many tokens of a prompt to keep; give --kv-budget-tokens, or "
+                "--kv-profile for a number per layer"
+            )
+    POLICIES[name](policy, spec, cache_layout(spec, "fp32", policy.layer_budgets_tokens))
+
+
+def check_budget(policy: PolicyOptions, memory: MemoryPlan) -> None:
+    """Refuses a budget that is larger than the room for tokens, which would be no budget at all.
+
+    Raises:
+        UsageError: It is larger than the context.
+        DoesNotFitError: It is larger than what fits into memory.
+    """
+    budgets = _budgets(policy)
+    if budgets is None or min(budgets) <= min(memory.capacity_tokens, memory.context_tokens):
+        return
+    if memory.capacity_tokens >= memory.context_tokens:
+        raise UsageError(
+            f"KV budget is {min(budgets)} tokens, which are more than the context of {memory.context_tokens}; give "
+            "fewer, or a larger context size"
+        )
+    raise DoesNotFitError(
+        f"KV budget is {min(budgets)} tokens, but the memory budget {format_size(memory.budget_bytes)} has room for "
+        f"{memory.capacity_tokens} tokens of {memory.layout.dtype} KV cache; give --kv-budget-tokens "
+        f"{memory.capacity_tokens} or fewer, or more memory"
+    )
+
+
+def _budgets(policy: PolicyOptions) -> tuple[int, ...] | None:
+    """Returns the budgets of a policy's layers, or one for all."""
+    if policy.layer_budgets_tokens is not None:
+        return policy.layer_budgets_tokens
+    return None if policy.budget_tokens is None else (policy.budget_tokens,)
+
+
+def _check_types(options: LoadOptions) -> None:
+    """Refuses what no type checker has seen; the plan looks at dtype and context."""
+    cache = options.kv_cache
+    if not isinstance(cache, KVCacheOptions):
+        raise UsageError(f"kv_cache is {cache!r}; it must be KVCacheOptions, such as KVCacheOptions(dtype='int8')")
+    if not isinstance(options.allow_long, bool):
+        raise UsageError(f"allow_long is {options.allow_long!r}; it must be True or False")
+    budget, profile = cache.budget_tokens, cache.profile
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise UsageError(f"KV budget is {budget!r} tokens; it must be an integer of at least 1")
+    if profile is not None and not isinstance(profile, (str, os.PathLike)):
+        raise UsageError(f"the cache profile is {profile!r}; it must be a path")
 
 
 def _policy(bundle: Bundle, options: KVCacheOptions) -> PolicyOptions:
-    name = options.policy
-    if name not in POLICIES:
-        raise UsageError(f"KV policy {one_of(str(name), POLICIES)}")
-    if POLICIES[name].needs_attention_mass and not bundle.manifest.attention_scores:
-        raise UnsupportedError(
-            f"KV policy {name!r} goes by the attention that tokens get, which bundle {str(bundle.path)!r} does not "
-            "say; export it with --attention-scores, or use the policy 'stop' or 'window'"
+    name, profile = options.policy, options.profile
+    if profile is None or not isinstance(name, str) or name not in POLICIES:
+        policy = PolicyOptions(name=name, budget_tokens=options.budget_tokens)
+        check_policy(policy, bundle)
+        return policy
+    by_scores = [known for known, kind in POLICIES.items() if kind.needs_attention_mass]
+    if name not in by_scores:
+        raise UsageError(f"KV policy {name!r} takes no cache profile; --kv-profile is for {', '.join(by_scores)}")
+    read = read_profile(profile, len(bundle.manifest.spec.layers))
+    budgets = read.budgets_tokens if options.budget_tokens is None else read.for_mean(options.budget_tokens)
+    policy = PolicyOptions(name=name, budget_tokens=options.budget_tokens, layer_budgets_tokens=budgets)
+    check_policy(policy, bundle)
+    return policy
+
+
+def _check_trained(bundle: Bundle, budget_tokens: int, *, allow_long: bool) -> None:
+    trained = bundle.manifest.spec.max_positions
+    if budget_tokens > trained and not allow_long:
+        raise UsageError(
+            f"KV budget is {budget_tokens} tokens, the model was trained on {trained} positions; keep no more, or say "
+            "--allow-long, and expect nonsense beyond them"
         )
-    if options.profile is None:
-        return PolicyOptions(name=name, budget_tokens=options.budget_tokens)
-    profile = read_profile(Path(options.profile), len(bundle.manifest.spec.layers))
-    budgets = profile.budgets_tokens if options.budget_tokens is None else profile.for_mean(options.budget_tokens)
-    return PolicyOptions(name=name, budget_tokens=options.budget_tokens, layer_budgets_tokens=budgets)
 
 
 def _default_budget(held_bytes: int) -> int:

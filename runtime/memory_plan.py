@@ -14,6 +14,7 @@ the spec; the constants below were measured (ONNX Runtime 1.32, x86-64; docs/mem
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -55,6 +56,7 @@ class MemoryRequest:
         layer_budgets_tokens: Slots of every layer, of a cache profile; None when all layers have the same.
         allow_long: Whether the context may be longer than what the model was trained on.
         base_bytes: What the process holds before anything is loaded, if that is known to be more than usual.
+        context_option: The option that `context_tokens` comes from, for what a refusal proposes.
     """
 
     budget_bytes: int
@@ -63,6 +65,7 @@ class MemoryRequest:
     layer_budgets_tokens: tuple[int, ...] | None = None
     allow_long: bool = False
     base_bytes: int = 0
+    context_option: str = "--ctx-size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +114,24 @@ def plan_memory(bundle: Bundle, request: MemoryRequest) -> MemoryPlan:
         UsageError: A number is out of range, or the context is longer than what the model was trained on.
         DoesNotFitError: The budget is too small; the message says by how much, and what would fit.
     """
-    spec = bundle.manifest.spec
-    context = _context(spec, request)
+    context = _context(bundle.manifest.spec, request)
+    best = _best(bundle, request, context)
+    if best is None or (request.context_tokens is not None and best.capacity_tokens < context):
+        raise DoesNotFitError(_refusal(bundle, request, best, context))
+    return best
+
+
+def _best(bundle: Bundle, request: MemoryRequest, context: int) -> MemoryPlan | None:
+    """Returns the first plan with room for the context, or that with most slots; None if nothing fits."""
     best: MemoryPlan | None = None
     for dtype in _dtypes(bundle, request):
-        layout = cache_layout(spec, dtype, request.layer_budgets_tokens)
+        layout = cache_layout(bundle.manifest.spec, dtype, request.layer_budgets_tokens)
         for chunk_tokens in CHUNK_TOKENS:
             plan = _largest(bundle, request, layout, chunk_tokens, context)
             if plan is not None and plan.capacity_tokens >= context:
                 return plan
             if plan is not None and (best is None or plan.capacity_tokens > best.capacity_tokens):
                 best = plan
-    if best is None or (request.context_tokens is not None and best.capacity_tokens < context):
-        raise DoesNotFitError(_refusal(bundle, request, best, context))
     return best
 
 
@@ -266,34 +274,45 @@ def _layer_width(spec: DecoderSpec) -> Iterator[int]:
 
 
 def _refusal(bundle: Bundle, request: MemoryRequest, best: MemoryPlan | None, context: int) -> str:
-    """Says by how much a budget is too small, and what would fit."""
-    smallest = min(
-        (
-            _plan(bundle, request, cache_layout(bundle.manifest.spec, dtype), CHUNK_TOKENS[-1], capacity, context)
-            for dtype in (*_dtypes(bundle, request), "int8")
-            for capacity in (MIN_CAPACITY_TOKENS if best is None else max(context, MIN_CAPACITY_TOKENS),)
-        ),
-        key=lambda plan: plan.total_bytes,
-    )
-    short = smallest.total_bytes - request.budget_bytes
-    parts = (
-        f"base {format_size(smallest.base_bytes)}, weights {format_size(smallest.weights_bytes)}, cache "
-        f"{format_size(smallest.cache_bytes)}, workspace {format_size(smallest.workspace_bytes)}"
-    )
-    if best is None:
-        return (
-            f"the memory budget {format_size(request.budget_bytes)} is {format_size(short)} too small for the least "
-            f"that this model takes: {format_size(smallest.total_bytes)} ({parts}) with an int8 KV cache of "
-            f"{smallest.capacity_tokens} tokens; give more memory, or export the model at a lower precision"
-        )
-    fitting = f"--ctx-size {best.capacity_tokens}"
-    if short <= 0:
-        return (
-            f"{context} tokens of {best.layout.dtype} KV cache do not fit into the memory budget "
-            f"{format_size(request.budget_bytes)}; what would fit: --kv-cache-dtype int8, or {fitting}"
-        )
+    """Says by how much a budget is too small, and which settings would fit."""
+    capacity = MIN_CAPACITY_TOKENS if request.context_tokens is None else max(context, MIN_CAPACITY_TOKENS)
+    wanted = _least(bundle, request, capacity, context)
+    least = _least(bundle, request, MIN_CAPACITY_TOKENS, context) if best is None else wanted
+    what = f"{context} tokens do" if best is not None else "this model does"
+    settings = _smaller_settings(bundle, request, best, context)
+    if least.capacity_tokens < capacity:
+        settings.append(f"{request.context_option} {least.capacity_tokens} {_budget_setting(least)}")
+    settings.append(_budget_setting(wanted))
     return (
-        f"{context} tokens do not fit into the memory budget {format_size(request.budget_bytes)}: the least is "
-        f"{format_size(smallest.total_bytes)} ({parts}), {format_size(short)} more; what would fit: {fitting} with "
-        f"--kv-policy window, or --memory-budget {-(-smallest.total_bytes >> 20)}MiB"
+        f"{what} not fit into the memory budget {format_size(request.budget_bytes)}, which is "
+        f"{format_size(least.total_bytes - request.budget_bytes)} too small: the least is "
+        f"{format_size(least.total_bytes)} (base {format_size(least.base_bytes)}, weights "
+        f"{format_size(least.weights_bytes)}, {least.layout.dtype} cache of {least.capacity_tokens} tokens "
+        f"{format_size(least.cache_bytes)}, workspace {format_size(least.workspace_bytes)}); what would fit: "
+        f"{', or '.join(settings)}"
     )
+
+
+def _least(bundle: Bundle, request: MemoryRequest, capacity: int, context: int) -> MemoryPlan:
+    """Returns the plan that takes least with so many slots, whether it fits or not."""
+    spec, budgets = bundle.manifest.spec, request.layer_budgets_tokens
+    layouts = (cache_layout(spec, dtype, budgets) for dtype in _dtypes(bundle, request))
+    plans = (_plan(bundle, request, layout, CHUNK_TOKENS[-1], capacity, context) for layout in layouts)
+    return min(plans, key=lambda plan: plan.total_bytes)
+
+
+def _smaller_settings(bundle: Bundle, request: MemoryRequest, best: MemoryPlan | None, context: int) -> list[str]:
+    """Returns what fits into the budget as it is: fewer tokens, an int8 cache, or both."""
+    settings = [] if best is None else [f"{request.context_option} {best.capacity_tokens}"]
+    smaller = _best(bundle, dataclasses.replace(request, dtype="int8"), context)
+    if smaller is None or "int8" in _dtypes(bundle, request):
+        return settings
+    if smaller.capacity_tokens >= context or request.context_tokens is None:
+        settings.append("--kv-cache-dtype int8")
+    elif best is None or smaller.capacity_tokens > best.capacity_tokens:
+        settings.append(f"--kv-cache-dtype int8 {request.context_option} {smaller.capacity_tokens}")
+    return settings
+
+
+def _budget_setting(plan: MemoryPlan) -> str:
+    return f"--memory-budget {-(-plan.total_bytes >> 20)}MiB"

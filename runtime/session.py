@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.runtime.cache import KVCache
+from edgekit.runtime.chat import Message
 from edgekit.runtime.policies import PolicyOptions, make_policy
 from edgekit.runtime.policies.base import ReadPrompt
 from edgekit.runtime.prefill import Chunk, ReadOptions, read_chunks
 from edgekit.runtime.sampling import SampledToken, Sampler, SamplingParams
+from edgekit.runtime.session_state import SessionState, read_state, write_state
 from edgekit.runtime.step import Backend
 from edgekit.runtime.strategies.base import Strategy, accept
 from edgekit.spec import DecoderSpec
@@ -65,6 +69,7 @@ class Session:
         strategy: Strategy,
         limits: SessionLimits | None = None,
         policy: PolicyOptions | None = None,
+        bundle_digest: str | None = None,
     ) -> None:
         """Starts an empty conversation.
 
@@ -74,10 +79,12 @@ class Session:
             strategy: Proposes what a step computes.
             limits: What the conversation may take; the model's context when None.
             policy: What it does when its cache is full; "stop" when None.
+            bundle_digest: Identity of the model's bundle, for `save` and `load`; None for neither.
 
         Raises:
             UsageError: There is no such policy, or its budget is out of range.
             UnsupportedError: The policy cannot work with the model or its bundle.
+            DoesNotFitError: The policy needs more slots than the limits allow.
         """
         self.spec = spec
         self.backend = backend
@@ -94,15 +101,73 @@ class Session:
         self._rope_range = 0
         self._has_rope_ranges = spec.rope_range(spec.max_positions) > 0
         self._cancelled = False
+        self._bundle_digest = bundle_digest
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens whose keys and values are in the cache."""
-        return tuple(self._token_ids)
+        """Tokens that were read, those included that the KV policy has evicted since."""
+        return tuple(self._token_ids[: self._cache.length])
 
     def reset(self) -> None:
         """Forgets the conversation."""
         self._forget(0)
+
+    def save(self, path: str | os.PathLike[str], messages: Sequence[Message] = ()) -> None:
+        """Writes the conversation to a file, for `load` to go on with: now or in another process.
+
+        The file is as large as the tokens that are held, and appears whole or not at all. It has their ids and is as
+        confidential as the text.
+
+        Args:
+            path: Where to; an existing file is replaced.
+            messages: The chat that the tokens are of, to be kept with them.
+
+        Raises:
+            UsageError: The session does not know its bundle.
+            StorageError: The disk refused the write.
+        """
+        digest = self._digest()
+        length = len(self.token_ids)
+        self._forget(length if self._cache.reusable(length) else 0)  # what an interruption has left half-way
+        self.policy.make_room(self._cache, 0)
+        state = SessionState(
+            token_ids=self._token_ids,
+            rope_range=self._rope_range,
+            cache=self._cache,
+            remembered=self.policy.state() if self._cache.slid_tokens else {},
+            messages=messages,
+        )
+        write_state(Path(path), digest, self.policy.options.name, state)
+
+    def load(self, path: str | os.PathLike[str]) -> tuple[Message, ...]:
+        """Goes on with a conversation that was saved, in place of the one that is there.
+
+        Until the file is read and checked, the session stays as it was.
+
+        Args:
+            path: What `save` has written.
+
+        Returns:
+            The messages that were saved with it.
+
+        Raises:
+            UsageError: There is no such file, it was saved with another bundle, or the session does not know its own.
+            UnsupportedError: A newer EdgeKit wrote it, or it was saved with another KV cache dtype or KV policy.
+            DoesNotFitError: It holds more tokens than there is room for.
+            CorruptArtifactError: It is truncated, changed or malformed.
+        """
+        state = read_state(Path(path), self._digest(), self.policy, self._cache)
+        self._token_ids = []  # an interruption from here on forgets the conversation
+        self._cache.become(state.cache)
+        self.policy.restore(state.remembered)
+        self._rope_range = state.rope_range
+        self._token_ids = list(state.token_ids)
+        return tuple(state.messages)
+
+    def _digest(self) -> str:
+        if self._bundle_digest is None:
+            raise UsageError("a conversation is saved and loaded by its bundle; make the session with LLM.new_session")
+        return self._bundle_digest
 
     def cancel(self) -> None:
         """Ends the running generation after the current step, if one runs.
@@ -179,9 +244,11 @@ class Session:
                 f"the prompt has {len(prompt)} tokens, the model's context {self.limits.max_positions}; shorten it, or "
                 "use the KV policy 'window'"
             )
-        if len(prompt) > self._cache.max_tokens:
+        shared = self._reusable(prompt, len(prompt))
+        needed = self._cache.held(shared) + len(prompt) - shared
+        if needed > self._cache.max_tokens:
             raise DoesNotFitError(
-                f"the prompt has {len(prompt)} tokens, the KV cache has room for {self._cache.max_tokens}; shorten it, "
+                f"the prompt needs {needed} tokens, the KV cache has room for {self._cache.max_tokens}; shorten it, "
                 "use the KV policy 'window', a smaller --kv-cache-dtype, or a larger context size or memory budget"
             )
 
@@ -189,7 +256,7 @@ class Session:
         """Returns how many tokens of a prompt need not be computed again; its last token always is."""
         return self._reusable(prompt, len(prompt))
 
-    def _reusable(self, prompt: Sequence[int], sequence_length: int) -> int:
+    def _reusable(self, prompt: Sequence[object], sequence_length: int) -> int:
         if self.spec.rope_range(sequence_length) != self._rope_range:
             return 0  # the keys in the cache carry rotations that a text of this length does not have
         known = zip(self._token_ids[: self._cache.length], prompt[:-1], strict=False)
@@ -217,15 +284,18 @@ class Session:
             self._token_ids += chunk.token_ids.tolist()
             if len(chunk.logits):
                 logits: npt.NDArray[np.float32] = chunk.logits[0].copy()
-                self.policy.after_prompt(self._read_prompt(prompt, chunk, logits))
+                self.policy.after_prompt(self._read_prompt(prompt, sequence_length, chunk, logits))
                 return logits
         return None
 
-    def _read_prompt(self, prompt: list[int], chunk: Chunk, logits: npt.NDArray[np.float32]) -> ReadPrompt:
+    def _read_prompt(
+        self, prompt: list[int], sequence_length: int, chunk: Chunk, logits: npt.NDArray[np.float32]
+    ) -> ReadPrompt:
         return ReadPrompt(
             cache=self._cache,
             token_ids=prompt,
             observed_tokens=len(chunk.token_ids),
+            sequence_length=sequence_length,
             logits=logits,
             attention_mass=chunk.attention_mass,
             runner=self._runner,

@@ -73,6 +73,7 @@ class SlotMap:
         Returns:
             Their slots, shape (count,), int64.
         """
+        assert 0 <= count <= len(self._free), "the capacity is grown first"
         taken = self._free[len(self._free) - count :][::-1]
         slots = np.array(taken, np.int64)
         self.owners[slots] = np.arange(owner, owner + count)
@@ -89,16 +90,30 @@ class SlotMap:
 
     def drop_from(self, owner: int) -> None:
         """Frees the slots of a token and of all after it."""
-        self._keep([slot for slot in self._order if FREE < self.owners[slot] < owner])
+        kept = [slot for slot in self._order if FREE < self.owners[slot] < owner]
+        # Their order may be one that an interruption left half-way; of equal owners, it is theirs.
+        self._keep(sorted(kept, key=self.owners.__getitem__))
 
     def evict_oldest(self, count: int, *, after: int = 0) -> None:
         """Frees the slots of the `count` oldest tokens but the first `after`; costs nothing that grows with the map."""
-        self._order.rotate(-after)
-        gone = [self._order.popleft() for _ in range(count)]
-        self._order.rotate(after)
-        self.owners[gone] = self.positions[gone] = FREE
+        gone = self.oldest(count, after=after)
+        # The owners say who is there: from here on these are gone, whatever interrupts the rest.
+        self.owners[gone] = FREE
+        self.positions[gone] = FREE
         self.past_bias[..., gone] = MASKED
+        self._order.rotate(-after)
+        for _ in gone:
+            self._order.popleft()
+        self._order.rotate(after)
         self._free.extend(reversed(gone))
+
+    def count_below(self, end: int, *, first: int = 0) -> int:
+        """Returns how many slots hold tokens from index `first` up to `end`."""
+        return int(np.count_nonzero((self.owners >= first) & (self.owners < end)))
+
+    def holds(self, first: int, end: int) -> bool:
+        """Whether every token from index `first` up to `end` has a slot."""
+        return end <= first or self.count_below(end, first=first) == end - first
 
     def resized(self, capacity: int) -> SlotMap:
         """Returns a map of the same tokens in the same slots, all of which are below `capacity`."""

@@ -9,21 +9,49 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgekit.cli.loading import load_options
-from edgekit.cli.options import bundle_argument, json_option, memory_options, threads_option, verbose_option
+from edgekit.cli.options import bundle_argument, collected, json_option, memory_options, threads_option, verbose_option
 from edgekit.cli.output import megabytes, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from edgekit.runtime.benchmark import Measurement
 
 
+_MEASURED = {
+    "prompt_tokens": click.option(
+        "--pp",
+        "prompt_tokens",
+        type=int,
+        default=512,
+        show_default=True,
+        metavar="N",
+        help="Tokens of a prompt; 0 for none.",
+    ),
+    "decode_tokens": click.option(
+        "--tg",
+        "decode_tokens",
+        type=int,
+        default=128,
+        show_default=True,
+        metavar="N",
+        help="Tokens to generate; 0 for none.",
+    ),
+    "depths": click.option(
+        "--depth",
+        "depths",
+        type=int,
+        multiple=True,
+        metavar="N",
+        help="Also generate behind a past of N tokens; may be repeated.",
+    ),
+    "repetitions": click.option(
+        "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs per row."
+    ),
+}
+
+
 @click.command
 @bundle_argument
-@click.option("--pp", type=int, default=512, show_default=True, metavar="N", help="Tokens of a prompt; 0 for none.")
-@click.option("--tg", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate; 0 for none.")
-@click.option(
-    "--depth", type=int, multiple=True, metavar="N", help="Also generate behind a past of N tokens; may be repeated."
-)
-@click.option("--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs per row.")
+@collected("measured", _MEASURED)
 @memory_options
 @threads_option
 @json_option
@@ -31,10 +59,7 @@ if TYPE_CHECKING:
 def bench(
     *,
     bundle: Path,
-    pp: int,
-    tg: int,
-    depth: tuple[int, ...],
-    repetitions: int,
+    measured: Mapping[str, Any],
     memory: Mapping[str, Any],
     threads: int | None,
     json: bool,
@@ -47,14 +72,14 @@ def bench(
     """
     from edgekit.runtime.benchmark import BenchmarkOptions, benchmark
 
-    options = BenchmarkOptions(prompt_tokens=pp, decode_tokens=tg, depths=depth, repetitions=repetitions)
+    options = BenchmarkOptions(**measured)
     with progress_bar() as progress:
         report = benchmark(bundle, options, load=load_options(threads, memory), progress=progress)
     if json:
         rows = [_row_json(measurement) for measurement in report.measurements]
         print_json({"threads": report.threads, "load_s": report.load_s, "rows": rows})
         return
-    click.echo(f"threads {report.threads}, loaded in {report.load_s:.2f} s, {repetitions} runs per row")
+    click.echo(f"threads {report.threads}, loaded in {report.load_s:.2f} s, {options.repetitions} runs per row")
     header = ("row", "tokens/s", "min-max", "peak memory")
     print_table(header, [_row(measurement) for measurement in report.measurements])
 

@@ -16,6 +16,7 @@ from edgekit.cli.interrupt import interrupt_cancels
 from edgekit.cli.loading import load_llm
 from edgekit.cli.options import (
     bundle_argument,
+    collected,
     json_option,
     memory_options,
     sampling_options,
@@ -39,9 +40,23 @@ _COMMANDS = {
 }
 
 
+_beginning_options = collected(
+    "beginning",
+    {
+        "system": click.option("--system", metavar="TEXT", help="Instructions that precede the conversation."),
+        "session": click.option(
+            "--session",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Go on with the conversation in FILE, if there is one, and save it there after every answer.",
+        ),
+    },
+)
+
+
 @click.command
 @bundle_argument
-@click.option("--system", metavar="TEXT", help="Instructions that precede the conversation.")
+@_beginning_options
 @click.option("--prompt", metavar="TEXT", help="Answer this question and exit.")
 @sampling_options
 @memory_options
@@ -51,7 +66,7 @@ _COMMANDS = {
 def chat(
     *,
     bundle: Path,
-    system: str | None,
+    beginning: Mapping[str, Any],
     prompt: str | None,
     sampling: Mapping[str, Any],
     memory: Mapping[str, Any],
@@ -72,7 +87,9 @@ def chat(
     from edgekit.runtime import SamplingParams
 
     params = SamplingParams(**sampling)
-    conversation = _Conversation(load_llm(bundle, threads=threads, memory=memory), params, system)
+    conversation = _Conversation(load_llm(bundle, threads=threads, memory=memory), params, beginning["system"])
+    if beginning["session"] is not None:
+        conversation.keep_in(beginning["session"])
     if prompt is None:
         _converse(conversation)
         return
@@ -99,9 +116,33 @@ class _Conversation:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.session: Session = llm.new_session()
         self.messages = list(self._system)
+        self._file: Path | None = None
         llm.render_chat([*self._system, {"role": "user", "content": "Hello"}])  # refuses before the first question
         if not llm.end_token_ids and not params.stop:
             logger.warning("the model names no token that ends an answer, which goes on to --max-tokens; see --stop")
+
+    def keep_in(self, file: Path) -> None:
+        """Goes on with the conversation in a file, if there is one, and saves it there from now on.
+
+        Raises:
+            UsageError: It is another bundle's, it is no chat, or it has instructions of its own.
+            UnsupportedError, DoesNotFitError, CorruptArtifactError: As of `Session.load`.
+        """
+        self._file = file
+        if not file.exists():
+            return
+        messages = [dict(message) for message in self.session.load(file)]
+        if self.session.token_ids and not messages:
+            raise UsageError(f"{str(file)!r} has a conversation without messages, which no chat can go on with")
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        if self._system and messages and system != self._system:
+            raise UsageError(f"the conversation in {str(file)!r} has other instructions; leave out --system")
+        if messages:
+            self._system, self.messages = system, messages
+
+    def _save(self) -> None:
+        if self._file is not None:
+            self.session.save(self._file, self.messages)
 
     def answer(self, question: str) -> Iterator[CompletionChunk]:
         """Yields the answer; a question that could not be answered is forgotten."""
@@ -109,12 +150,14 @@ class _Conversation:
         for chunk in self._llm.stream_chat(messages, self._params, session=self.session):
             if chunk.output is not None and (chunk.output.text or chunk.output.finish_reason != "cancelled"):
                 self.messages = [*messages, {"role": "assistant", "content": chunk.output.text}]
+                self._save()
             yield chunk
 
     def reset(self) -> None:
         """Starts anew, with the same instructions."""
         self.session.reset()
         self.messages = list(self._system)
+        self._save()
 
 
 def _converse(conversation: _Conversation) -> None:

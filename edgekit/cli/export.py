@@ -65,15 +65,20 @@ _GRAPH = {
 }
 
 
+_SOURCE = {
+    "revision": click.option("--revision", metavar="R", help="Branch, tag or commit of a Hugging Face repository."),
+    "trust_remote_code": click.option(
+        "--trust-remote-code", is_flag=True, help="Accept a config that names its own model code, which is never run."
+    ),
+}
+
+
 @click.command
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
 @collected("quantization", _QUANTIZATION)
 @collected("graph", _GRAPH)
-@click.option("--revision", metavar="R", help="Branch, tag or commit of a Hugging Face repository.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Accept a config that names its own model code, which is never run."
-)
+@collected("source", _SOURCE)
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @json_option
 @verbose_option
@@ -83,8 +88,7 @@ def export(
     out: Path,
     quantization: Mapping[str, Any],
     graph: Mapping[str, Any],
-    revision: str | None,
-    trust_remote_code: bool,
+    source: Mapping[str, Any],
     force: bool,
     json: bool,
 ) -> None:
@@ -105,8 +109,7 @@ def export(
             quantization=QuantizationOptions(**quantization),
             graph=GraphOptions(**graph),
             force=force,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+            **source,
         )
         bundle = export_bundle(model, out, options, progress)
     seconds = time.perf_counter() - started

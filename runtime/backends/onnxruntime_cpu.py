@@ -18,8 +18,8 @@ from edgekit import contract
 from edgekit.cache_layout import CacheLayout, Stack
 from edgekit.errors import CorruptArtifactError
 from edgekit.ort import ort
-from edgekit.runtime.cache import CacheArrays, KVCache
-from edgekit.runtime.cache_arrays import FloatArray, StackArrays
+from edgekit.runtime.cache import KVCache
+from edgekit.runtime.cache_arrays import CacheArrays, FloatArray, StackArrays
 from edgekit.runtime.step import StepInputs, StepOutputs
 from edgekit.spec import DecoderSpec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,6 +38,7 @@ class ReadPrompt:
         cache: Holds all of it.
         token_ids: The conversation so far.
         observed_tokens: How many of its last tokens were read in a step of their own.
+        sequence_length: Tokens of the whole text that its keys were rotated for, as of `StepInputs`.
         logits: Of its last token, shape (V,), float32.
         attention_mass: What the observed tokens attended to, as of `StepOutputs`: the axis of slots is that of the
             cache before they were appended.
@@ -48,6 +49,7 @@ class ReadPrompt:
     cache: KVCache
     token_ids: Sequence[int]
     observed_tokens: int
+    sequence_length: int
     logits: FloatArray
     attention_mass: Sequence[FloatArray]
     runner: StepRunner
@@ -60,11 +62,13 @@ class CachePolicy:
     Attributes:
         needs_attention_mass: Whether it goes by the attention that tokens get.
         makes_room: Whether a conversation goes on forever.
+        sink_tokens: First tokens that stay when others are evicted.
         observed_tokens: Last tokens of a prompt whose attention it wants to see.
     """
 
     needs_attention_mass: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
+    sink_tokens: ClassVar[int] = 0
     observed_tokens: int = 0
 
     def __init__(self, options: PolicyOptions, spec: DecoderSpec, layout: CacheLayout) -> None:
@@ -80,7 +84,11 @@ class CachePolicy:
         self.options, self.spec, self.layout = options, spec, layout
 
     def slots(self, max_tokens: int) -> int:
-        """Returns how many slots the cache may have, at most `max_tokens`."""
+        """Returns how many slots the cache may have, at most `max_tokens`.
+
+        Raises:
+            DoesNotFitError: The policy needs more.
+        """
         return max_tokens
 
     def make_room(self, cache: KVCache, tokens: int) -> None:
@@ -91,3 +99,13 @@ class CachePolicy:
 
     def reset(self) -> None:
         """Called when the conversation starts anew."""
+
+    def state(self) -> Mapping[int, FloatArray]:
+        """Returns what it remembers of the conversation besides the cache: keys of some tokens, by stack.
+
+        Of each, shape (layers, KV, dk, n), float32.
+        """
+        return {}
+
+    def restore(self, state: Mapping[int, FloatArray]) -> None:
+        """Called when the conversation is another one, whose `state` this is."""

@@ -52,7 +52,9 @@ class Laq(SnapKV):
         cache = prompt.cache
         cache.truncate(cache.length - repeated)
         token_ids = np.array([*prompt.token_ids[len(prompt.token_ids) - repeated :], *pseudo], np.int64)
-        inputs = causal_step(token_ids, cache.next_position, np.array([len(token_ids) - 1]))
+        # The text is as long as it was when the prompt was read: pseudo tokens do not turn its keys otherwise.
+        rows = np.array([len(token_ids) - 1])
+        inputs = causal_step(token_ids, cache.next_position, rows, prompt.sequence_length)
         outputs = prompt.runner.step(dataclasses.replace(inputs, attention_mass=True))
         cache.reserve(repeated)
         cache.append(outputs.stacks, range(repeated))
@@ -61,11 +63,12 @@ class Laq(SnapKV):
     def _look_ahead(self, prompt: ReadPrompt, copied: KVCache) -> list[int]:
         """Generates greedily over a compressed cache, up to the end of the answer."""
         runner, tokens, logits = prompt.start(copied), list[int](), prompt.logits
-        while len(tokens) < PSEUDO_TOKENS:
+        while True:
             tokens.append(int(logits.argmax()))
-            if tokens[-1] in self.spec.eos_token_ids or copied.room == 0:
+            if tokens[-1] in self.spec.eos_token_ids or copied.room == 0 or len(tokens) == PSEUDO_TOKENS:
                 break
-            outputs = runner.step(causal_step(np.array(tokens[-1:]), copied.next_position, np.zeros(1, np.int64)))
+            last, row = np.array(tokens[-1:]), np.zeros(1, np.int64)
+            outputs = runner.step(causal_step(last, copied.next_position, row, prompt.sequence_length))
             copied.append(outputs.stacks, [0])
             logits = outputs.logits[0]
         return tokens

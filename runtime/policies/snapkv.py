@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from edgekit.cache_layout import CacheLayout
-from edgekit.errors import UsageError
+from edgekit.errors import UnsupportedError, UsageError
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.cache_arrays import FloatArray, SlotArray
 from edgekit.runtime.policies.base import CachePolicy, PolicyOptions, ReadPrompt
@@ -33,14 +33,32 @@ class SnapKV(CachePolicy):
     needs_attention_mass: ClassVar[bool] = True
 
     def __init__(self, options: PolicyOptions, spec: DecoderSpec, layout: CacheLayout) -> None:
-        """Refuses a budget that has no room for the observation window."""
+        """Refuses a budget that has no room for the observation window, and budgets that layers cannot have."""
         super().__init__(options, spec, layout)
         self.observed_tokens = OBSERVED_TOKENS
+        if all(group.sliding_window is not None for group in layout.groups):
+            raise UnsupportedError(
+                f"KV policy {options.name!r} compresses layers that see the whole text, and all layers of this model "
+                "have a sliding window; use 'stop' or 'window'"
+            )
+        self._check_layers(options)
         smallest = min(options.layer_budgets_tokens or (options.budget_tokens or 0,))
         if smallest <= OBSERVED_TOKENS:
             raise UsageError(
                 f"KV policy {options.name!r} needs a budget of more than {OBSERVED_TOKENS} tokens per layer, which are "
                 f"the end of the prompt; got {smallest}"
+            )
+
+    def _check_layers(self, options: PolicyOptions) -> None:
+        budgets, count = options.layer_budgets_tokens, len(self.spec.layers)
+        if budgets is None:
+            return
+        if len(budgets) != count:
+            raise UsageError(f"KV policy {options.name!r} got budgets of {len(budgets)} layers, the model has {count}")
+        if any(len({budgets[layer] for layer in group.layers}) > 1 for group in self.layout.groups):
+            raise UsageError(
+                f"KV policy {options.name!r} got layer budgets that the model was not loaded with; pass the cache "
+                "profile when it is loaded"
             )
 
     def after_prompt(self, prompt: ReadPrompt) -> None:

@@ -15,12 +15,15 @@ turned back, which takes a fraction of a second once in many thousand tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from edgekit.cache_layout import CacheLayout
-from edgekit.errors import UnsupportedError, UsageError
+import numpy as np
+
+from edgekit.cache_layout import CacheLayout, Stack
+from edgekit.errors import DoesNotFitError, UnsupportedError, UsageError
 from edgekit.runtime.cache import KVCache
-from edgekit.runtime.cache_arrays import FloatArray, StackArrays
+from edgekit.runtime.cache_arrays import FloatArray, SlotArray, StackArrays, as_slice
 from edgekit.runtime.policies.base import CachePolicy, PolicyOptions
 from edgekit.runtime.rotation import turned
 from edgekit.spec import DecoderSpec
@@ -33,6 +36,7 @@ class Window(CachePolicy):
     """Keeps sinks and recent tokens."""
 
     makes_room: ClassVar[bool] = True
+    sink_tokens: ClassVar[int] = SINK_TOKENS
 
     def __init__(self, options: PolicyOptions, spec: DecoderSpec, layout: CacheLayout) -> None:
         """Refuses models whose rotations follow from the length of the text, and budgets without recent tokens."""
@@ -55,24 +59,29 @@ class Window(CachePolicy):
 
     def reset(self) -> None:
         """Forgets the sinks."""
-        self._sinks: list[FloatArray] = []
-        self._turned = 0
+        self._sinks: dict[int, FloatArray] = {}
+        self._are_turned = True
 
     def slots(self, max_tokens: int) -> int:
         """Returns the budget, where there is one."""
-        return min(max_tokens, self.options.budget_tokens or max_tokens)
+        slots = min(max_tokens, self.options.budget_tokens or max_tokens)
+        if slots < 2 * SINK_TOKENS:
+            raise DoesNotFitError(
+                f"KV policy 'window' needs room for at least {2 * SINK_TOKENS} tokens, {SINK_TOKENS} of which are "
+                f"sinks; there is room for {slots}"
+            )
+        return slots
 
     def make_room(self, cache: KVCache, tokens: int) -> None:
         """Evicts what a step leaves no room for."""
         missing = tokens - cache.room
-        if missing <= 0:
-            return
-        evicted = max(missing, self.eviction_tokens(cache.max_tokens))
-        if not self._sinks:
-            self._sinks = [stack.float_keys(slice(SINK_TOKENS)) for stack in cache.stacks]
-        cache.slide(evicted, sinks=SINK_TOKENS)
-        self._turned += evicted
-        self._turn_sinks(cache)
+        if missing > 0:
+            if not cache.slid_tokens:
+                self._sinks = {i: cache.stacks[i].float_keys(_first(cache, stack)) for i, stack in _sliding(cache)}
+            self._are_turned = False  # until they are, whatever interrupts this
+            cache.slide(max(missing, self.eviction_tokens(cache.max_tokens)), sinks=SINK_TOKENS)
+        if not self._are_turned:
+            self._turn_sinks(cache)
         if cache.next_position > MAX_POSITION:
             self._turn_back(cache)
 
@@ -81,10 +90,23 @@ class Window(CachePolicy):
         """Returns how many tokens are evicted at a time: turning the sinks costs the same for one as for many."""
         return max(1, min(32, max_tokens // 16))
 
+    def state(self) -> Mapping[int, FloatArray]:
+        """Returns the sinks' keys as they were at first, by stack."""
+        return self._sinks
+
+    def restore(self, state: Mapping[int, FloatArray]) -> None:
+        """Takes over the sinks."""
+        self._sinks = dict(state)
+        self._are_turned = True
+
     def _turn_sinks(self, cache: KVCache) -> None:
-        for arrays, sinks in zip(cache.stacks, self._sinks, strict=True):
-            if self.layout.groups[arrays.stack.group].sliding_window is None:
-                arrays.set_float_keys(slice(SINK_TOKENS), turned(sinks, self.spec, arrays.stack, self._turned))
+        """Turns the sinks to the positions right before those of the tokens that are left."""
+        cache.place(SINK_TOKENS)
+        if cache.slid_tokens:
+            for index, stack in _sliding(cache):
+                keys = turned(self._sinks[index], self.spec, stack, cache.slid_tokens - cache.shift)
+                cache.stacks[index].set_float_keys(_first(cache, stack), keys)
+        self._are_turned = True
 
     def _turn_back(self, cache: KVCache) -> None:
         """Lowers all positions, to as many as there are tokens."""
@@ -97,5 +119,14 @@ class Window(CachePolicy):
                 )
 
         cache.lower_positions(excess, turn)
-        self._turned -= excess
         self._turn_sinks(cache)
+
+
+def _sliding(cache: KVCache) -> Iterator[tuple[int, Stack]]:
+    """Yields index and stack of the layers whose tokens are evicted here."""
+    return ((i, stack) for i, stack in enumerate(cache.layout.stacks) if not cache.is_windowed(stack.group))
+
+
+def _first(cache: KVCache, stack: Stack) -> SlotArray | slice:
+    """Returns the slots of the sinks."""
+    return as_slice(np.array(cache.maps[stack.group].oldest(SINK_TOKENS), np.int64))

@@ -218,12 +218,46 @@ def tiny_backend(tiny_bundle: TinyBundle) -> TinyBackend:
     return make
 
 
+@pytest.fixture(scope="session")
+def scoring_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Any) -> TinyBundle:
+    """A variant's bundle that says which tokens are attended to, made once. Do not change it."""
+    from edgekit.export.exporter import ExportOptions, export_bundle
+    from edgekit.export.graph.kv_cache import GraphOptions
+    from edgekit.export.storage_plan import QuantizationOptions
+
+    made: dict[str, Bundle] = {}
+
+    def make(variant: str = "llama") -> Bundle:
+        if variant not in made:
+            output = tmp_path_factory.mktemp("scoring") / "model.edge"
+            exact = QuantizationOptions(precision="fp32")
+            options = ExportOptions(quantization=exact, graph=GraphOptions(attention_scores=True))
+            made[variant] = export_bundle(tiny_checkpoint(variant), output, options, lambda *_: None)
+        return made[variant]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def scoring_backend(scoring_bundle: TinyBundle) -> TinyBackend:
+    """The same in ONNX Runtime, by cache dtype: ``scoring_backend("llama", "int8")``."""
+    made: dict[tuple[str, KVCacheDtype], OnnxRuntimeCpu] = {}
+
+    def make(variant: str = "llama", dtype: KVCacheDtype = "fp32") -> OnnxRuntimeCpu:
+        if (variant, dtype) not in made:
+            made[variant, dtype] = load_backend(scoring_bundle(variant), dtype)
+        return made[variant, dtype]
+
+    return make
+
+
 @dataclass
 class Watched:
     """A backend that notes what it is asked to compute, after calling `before`, which may raise."""
 
     backend: StepBackend
     steps: list[StepInputs] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
     after: Callable[[], None] = lambda: None
 
@@ -248,6 +282,7 @@ class _WatchedRunner:
         self.watched.before()
         self.watched.steps.append(inputs)
         outputs = self.inner.step(inputs)
+        self.watched.logits.append(outputs.logits.copy())
         self.watched.after()
         return outputs
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from collections.abc import Callable
-from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec
@@ -20,6 +17,7 @@ from edgekit.runtime.sampling import SamplingParams
 from edgekit.runtime.session import Session
 from edgekit.runtime.strategies import autoregressive, base
 from edgekit.runtime.strategies.autoregressive import Autoregressive
+from tests.runtime.interruption import Interruption
 
 VOCABULARY = 320
 CONTEXT = 256
@@ -239,35 +237,6 @@ def test_rows_that_cannot_be_kept_leave_a_conversation_that_goes_on(
     assert _take(conversation, prompt, 10) == greedy("llama", prompt, 10)
 
 
-class _Interruption:
-    """Raises KeyboardInterrupt before the n-th line that the given modules run."""
-
-    def __init__(self, at: int, modules: tuple[ModuleType, ...]) -> None:
-        self.left = at
-        self._files = {module.__file__ for module in modules}
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> _Interruption | None:
-        if frame.f_code.co_filename not in self._files:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def run(self, action: Callable[[], object]) -> bool:
-        """Says whether the action was interrupted."""
-        before = sys.gettrace()
-        try:
-            sys.settrace(self)
-            action()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
 def test_an_interruption_before_any_line_leaves_a_conversation_that_goes_on(
     tiny_backend: Any, greedy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +250,7 @@ def test_an_interruption_before_any_line_leaves_a_conversation_that_goes_on(
     while interrupted:
         conversation = _session(backend)
         assert _take(conversation, first, 2) == expected[7][:2]
-        interrupted = _Interruption(at, RUNTIME).run(lambda: _take(conversation, second, 3))  # noqa: B023
+        interrupted = Interruption(at, RUNTIME).run(lambda: _take(conversation, second, 3))  # noqa: B023
         prompt = second if at % 2 else first
         assert _take(conversation, prompt, 4) == expected[len(prompt)], f"after an interruption before line {at}"
         at += 1

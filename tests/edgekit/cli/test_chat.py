@@ -57,6 +57,43 @@ def test_reset_forgets_the_conversation_but_not_the_instructions(invoke: Invoke,
     assert expected[1] != _answers(bundle, QUESTIONS[1:])[0]
 
 
+def test_a_session_file_survives_the_process(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    file, expected = tmp_path / "talk", _answers(bundle, QUESTIONS, "Answer in rhymes.")
+    for question, answer, more in zip(QUESTIONS, expected, (("--system", "Answer in rhymes."), ()), strict=True):
+        outcome = invoke("chat", bundle, *OPTIONS, *more, "--session", file, stdin=question)
+        assert (outcome.status, outcome.stdout) == (0, f"{answer}\n")
+    assert re.search(r"\((?!0)\d+ cached\)", outcome.stderr), "and what was read is not read again"
+    outcome = invoke("chat", bundle, *OPTIONS, "--session", file, "--prompt", "Why?", "--json")
+    assert outcome.json["usage"]["cached_tokens"] > 40
+    assert outcome.json["text"] == _answers(bundle, [*QUESTIONS, "Why?"], "Answer in rhymes.")[2]
+
+
+def test_reset_starts_the_session_file_anew(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    invoke("chat", bundle, *OPTIONS, "--session", file, stdin=f"{QUESTIONS[0]}\n/reset\n/exit\n")
+    outcome = invoke("chat", bundle, *OPTIONS, "--session", file, stdin=QUESTIONS[1])
+    assert outcome.stdout == f"{_answers(bundle, QUESTIONS[1:])[0]}\n"
+
+
+def test_a_session_file_that_cannot_be_gone_on_with_is_refused(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    assert invoke("chat", bundle, *OPTIONS, "--session", file, "--system", "A", stdin=QUESTIONS[0]).status == 0
+    outcome = invoke("chat", bundle, "--session", file, "--system", "B", "--prompt", "Hi")
+    assert (outcome.status, outcome.stdout) == (2, "")
+    assert "has other instructions; leave out --system" in outcome.stderr
+    llm = LLM(bundle)
+    session = llm.new_session()
+    llm.generate([5, 6, 7], SamplingParams(max_tokens=2), session=session)
+    session.save(file)
+    outcome = invoke("chat", bundle, "--session", file, "--prompt", "Hi")
+    assert outcome.status == 2
+    assert "a conversation without messages, which no chat can go on with" in outcome.stderr
+    file.write_bytes(b"{}")
+    outcome = invoke("chat", bundle, "--session", file, "--prompt", "Hi")
+    assert (outcome.status, outcome.stdout) == (5, "")
+    assert "is not valid" in outcome.stderr
+
+
 def test_exit_leaves_and_empty_lines_ask_nothing(invoke: Invoke, bundle: Path) -> None:
     outcome = invoke("chat", bundle, *OPTIONS, stdin=f"\n  \n/exit\n{QUESTIONS[0]}\n")
     assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "", "")
