@@ -18,9 +18,10 @@ from edgekit.bundle import open_bundle
 from edgekit.errors import DoesNotFitError, UsageError
 from edgekit.progress import Progress
 from edgekit.runtime.llm import LLM
-from edgekit.runtime.loading import LoadOptions, plan_load
+from edgekit.runtime.loading import LoadOptions, LoadPlan, plan_load
 from edgekit.runtime.lowered import lowered_graph, verify_once
 from edgekit.runtime.peak_memory import peak_memory_bytes
+from edgekit.runtime.policies import POLICIES
 from edgekit.runtime.sampling import SampledToken, SamplingParams
 
 DEPTH_DECODE_TOKENS = 32
@@ -155,16 +156,16 @@ def benchmark(
         progress: Told of every repetition.
 
     Raises:
-        DoesNotFitError: A row needs more tokens than the model's context.
+        DoesNotFitError: A row needs more tokens than the context, or than there is room for.
         UsageError, UnsupportedError, CorruptArtifactError: As for `LLM`.
     """
     opened = open_bundle(bundle)
-    rows = options.rows()
+    planned, rows = plan_load(opened, load), options.rows()
     for row in rows:
-        _check_fits(row, opened.manifest.spec.max_positions)
+        _check_fits(row, planned, opened.manifest.spec.max_positions)
     # What is done once per machine does not count as loading.
     verify_once(opened)
-    lowered_graph(opened, plan_load(opened, load).memory.layout)
+    lowered_graph(opened, planned.memory.layout)
     started = time.perf_counter()
     llm = LLM.load(bundle, load)
     load_s = time.perf_counter() - started
@@ -172,12 +173,19 @@ def benchmark(
     return BenchmarkReport(threads=llm.threads, load_s=load_s, measurements=measurements)
 
 
-def _check_fits(row: Row, max_positions: int) -> None:
-    if row.past_tokens + row.tokens > max_positions:
+def _check_fits(row: Row, planned: LoadPlan, trained: int) -> None:
+    needed, memory = row.past_tokens + row.tokens, planned.memory
+    if POLICIES[planned.policy.name].makes_room or needed <= min(memory.context_tokens, memory.capacity_tokens):
+        return
+    if needed > memory.context_tokens:
+        whose = "model's context" if memory.context_tokens == trained else "context"
         raise DoesNotFitError(
-            f"{row.name} needs {row.past_tokens + row.tokens} tokens, the model's context is {max_positions}; measure "
-            "fewer"
+            f"{row.name} needs {needed} tokens, the {whose} is {memory.context_tokens}; measure fewer"
         )
+    raise DoesNotFitError(
+        f"{row.name} needs {needed} tokens, the KV cache has room for {memory.capacity_tokens} within the memory "
+        "budget; measure fewer, or give more memory"
+    )
 
 
 def _measure(llm: LLM, row: Row, repetitions: int, progress: Progress | None) -> Measurement:

@@ -45,7 +45,7 @@ class CacheProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return completed(self.budgets_tokens, mean_tokens)
 
 
-def completed(budgets_tokens: Sequence[float], mean_tokens: int) -> tuple[int, ...]:
+def completed(budgets_tokens: Sequence[float], mean_tokens: float) -> tuple[int, ...]:
     """Scales budgets to a mean: kᵢ + (kᵢ / A) · (T − A), rounded up, with A their sum and T = mean · layers.
 
     Source: EvolKV (Yu and Chai 2025, arXiv 2509.08315), section 3.2, "cache budget completion".

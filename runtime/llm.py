@@ -117,6 +117,14 @@ class LLM:
             allow_long=options.allow_long,
         )
 
+    @property
+    def limits(self) -> SessionLimits:
+        """What a conversation may take."""
+        memory = self.plan.memory
+        return SessionLimits(
+            max_tokens=memory.capacity_tokens, max_positions=memory.context_tokens, chunk_tokens=memory.chunk_tokens
+        )
+
     def new_session(self, policy: PolicyOptions | None = None) -> Session:
         """Starts a conversation with a cache of its own, to pass to `stream` and `stream_chat`.
 
@@ -128,17 +136,15 @@ class LLM:
             UnsupportedError: The policy cannot work with the model or its bundle.
             DoesNotFitError: The policy keeps more than there is room for.
         """
-        memory = self.plan.memory
         if policy is not None:
             if not isinstance(policy, PolicyOptions):
-                raise UsageError(f"policy is {policy!r}; it must be PolicyOptions, such as PolicyOptions(name='window')")
+                raise UsageError(
+                    f"policy is {policy!r}; it must be PolicyOptions, such as PolicyOptions(name='window')"
+                )
             check_policy(policy, self.bundle)
-            check_budget(policy, memory)
-        limits = SessionLimits(
-            max_tokens=memory.capacity_tokens, max_positions=memory.context_tokens, chunk_tokens=memory.chunk_tokens
-        )
-        spec = self.bundle.manifest.spec
-        return Session(spec, self.backend, Autoregressive(), limits, policy or self.plan.policy, self.bundle.digest)
+            check_budget(policy, self.plan.memory)
+        spec, chosen = self.bundle.manifest.spec, policy or self.plan.policy
+        return Session(spec, self.backend, Autoregressive(), self.limits, chosen, self.bundle.digest)
 
     def new_cache(self) -> KVCache:
         """Returns an empty KV cache, for `backend.runner`: steps without a session."""

@@ -13,6 +13,7 @@ from edgekit.runtime.cache import slot_limit
 from edgekit.runtime.cache_profile import read_profile
 from edgekit.runtime.memory_plan import DtypeChoice, MemoryPlan, MemoryRequest, plan_memory
 from edgekit.runtime.policies import POLICIES, PolicyOptions
+from edgekit.runtime.policies.laq import Laq
 from edgekit.sizes import format_size, parse_size
 
 # Without a budget, so much of the machine is left to others.
@@ -29,12 +30,14 @@ class KVCacheOptions:
         policy: What happens when the cache is full: a key of `edgekit.runtime.policies.POLICIES`.
         budget_tokens: Tokens that the policy keeps, for all but stop; None for all that there is room for, with window.
         profile: File with budgets of each layer, for snapkv and laq; with `budget_tokens`, moved to that mean.
+        per_layer: Whether every layer has slots of its own, for sessions to have any budgets of layers.
     """
 
     dtype: DtypeChoice = "auto"
     policy: str = "stop"
     budget_tokens: int | None = None
     profile: str | os.PathLike[str] | None = None
+    per_layer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,9 @@ def plan_load(bundle: Bundle, options: LoadOptions, *, is_loading: bool = True) 
     """
     _check_types(options)
     policy = _policy(bundle, options.kv_cache)
+    budgets = policy.layer_budgets_tokens
+    if options.kv_cache.per_layer:
+        budgets = tuple(range(1, len(bundle.manifest.spec.layers) + 1))  # a layout goes by which of them differ
     held, wanted = resident_bytes() if is_loading else 0, options.memory_budget
     context, context_option = options.ctx_size, "--ctx-size"
     if context is None and POLICIES[policy.name].makes_room and policy.budget_tokens is not None:
@@ -109,9 +115,10 @@ def plan_load(bundle: Bundle, options: LoadOptions, *, is_loading: bool = True) 
         budget_bytes=_default_budget(held) if wanted is None else parse_size(wanted, "memory budget"),
         context_tokens=context,
         dtype=options.kv_cache.dtype,
-        layer_budgets_tokens=policy.layer_budgets_tokens,
+        layer_budgets_tokens=budgets,
         allow_long=options.allow_long,
         base_bytes=held,
+        copied_tokens=_copied_tokens(policy, len(bundle.manifest.spec.layers)),
         context_option=context_option,
     )
     memory = plan_memory(bundle, request)
@@ -127,7 +134,7 @@ def check_policy(policy: PolicyOptions, bundle: Bundle) -> None:
         UnsupportedError: The model or its bundle lacks what the policy needs.
     """
     name, spec = policy.name, bundle.manifest.spec
-    if not isinstance(name, str) or name not in POLICIES:
+    if name not in tuple(POLICIES):  # a type that cannot be hashed is no key either
         raise UsageError(f"KV policy {one_of(str(name), POLICIES)}")
     if POLICIES[name].needs_attention_mass:
         if not bundle.manifest.attention_scores:
@@ -172,6 +179,13 @@ def _budgets(policy: PolicyOptions) -> tuple[int, ...] | None:
     return None if policy.budget_tokens is None else (policy.budget_tokens,)
 
 
+def _copied_tokens(policy: PolicyOptions, num_layers: int) -> tuple[int, ...] | None:
+    budgets = _budgets(policy)
+    if budgets is None or not issubclass(POLICIES[policy.name], Laq):
+        return None
+    return budgets * num_layers if len(budgets) == 1 else budgets
+
+
 def _check_types(options: LoadOptions) -> None:
     """Refuses what no type checker has seen; the plan looks at dtype and context."""
     cache = options.kv_cache
@@ -188,7 +202,7 @@ def _check_types(options: LoadOptions) -> None:
 
 def _policy(bundle: Bundle, options: KVCacheOptions) -> PolicyOptions:
     name, profile = options.policy, options.profile
-    if profile is None or not isinstance(name, str) or name not in POLICIES:
+    if profile is None or name not in tuple(POLICIES):
         policy = PolicyOptions(name=name, budget_tokens=options.budget_tokens)
         check_policy(policy, bundle)
         return policy

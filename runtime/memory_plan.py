@@ -22,7 +22,8 @@ from typing import Literal, TypeAlias
 from edgekit.bundle import Bundle
 from edgekit.cache_layout import CacheLayout, KVCacheDtype, cache_layout
 from edgekit.errors import DoesNotFitError, UsageError, one_of
-from edgekit.runtime.cache import BUCKET_TOKENS, slot_limit
+from edgekit.runtime.cache import BUCKET_TOKENS, ROLLBACK_TOKENS, slot_limit
+from edgekit.runtime.policies.laq import PROMPT_TOKENS, PSEUDO_TOKENS
 from edgekit.sizes import format_size
 from edgekit.spec import DecoderSpec
 
@@ -56,6 +57,7 @@ class MemoryRequest:
         layer_budgets_tokens: Slots of every layer, of a cache profile; None when all layers have the same.
         allow_long: Whether the context may be longer than what the model was trained on.
         base_bytes: What the process holds before anything is loaded, if that is known to be more than usual.
+        copied_tokens: Tokens of every layer in a copy of the cache that the policy laq looks ahead with; None without.
         context_option: The option that `context_tokens` comes from, for what a refusal proposes.
     """
 
@@ -65,6 +67,7 @@ class MemoryRequest:
     layer_budgets_tokens: tuple[int, ...] | None = None
     allow_long: bool = False
     base_bytes: int = 0
+    copied_tokens: tuple[int, ...] | None = None
     context_option: str = "--ctx-size"
 
 
@@ -182,12 +185,16 @@ def _plan(
     bundle: Bundle, request: MemoryRequest, layout: CacheLayout, chunk_tokens: int, capacity: int, context: int
 ) -> MemoryPlan:
     spec = bundle.manifest.spec
+    workspace = workspace_bytes(spec, layout, chunk_tokens, capacity)
+    if request.copied_tokens is not None:
+        looking_ahead = workspace_bytes(spec, layout, PROMPT_TOKENS + PSEUDO_TOKENS, capacity)
+        workspace = max(workspace, looking_ahead + _copy_bytes(layout, request.copied_tokens, capacity))
     return MemoryPlan(
         budget_bytes=request.budget_bytes,
         base_bytes=_base_bytes(spec, request.base_bytes),
         weights_bytes=weights_bytes(spec, bundle.manifest.storage),
         cache_bytes=cache_bytes(layout, capacity),
-        workspace_bytes=workspace_bytes(spec, layout, chunk_tokens, capacity),
+        workspace_bytes=workspace,
         layout=layout,
         capacity_tokens=capacity,
         chunk_tokens=chunk_tokens,
@@ -206,6 +213,18 @@ def cache_bytes(layout: CacheLayout, capacity: int) -> int:
         layout.slot_bytes(index) * slot_limit(group.sliding_window, capacity)
         for index, group in enumerate(layout.groups)
     )
+
+
+def _copy_bytes(layout: CacheLayout, kept_tokens: Sequence[int], capacity: int) -> int:
+    """Returns the bytes of a compressed copy of a full cache; layers with a sliding window are copied whole."""
+    size = 0
+    for index, group in enumerate(layout.groups):
+        slots = slot_limit(group.sliding_window, capacity)
+        if group.sliding_window is None:
+            kept = kept_tokens[group.layers[0]] + ROLLBACK_TOKENS
+            slots = min(slots, -(-kept // BUCKET_TOKENS) * BUCKET_TOKENS)
+        size += layout.slot_bytes(index) * slots
+    return size
 
 
 def weights_bytes(spec: DecoderSpec, storage: dict[str, str]) -> int:

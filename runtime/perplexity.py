@@ -60,18 +60,23 @@ def perplexity(
 
     Raises:
         UsageError: The text has fewer windows than asked for, or none, or an argument is out of range.
-        DoesNotFitError: A window is longer than the model's context.
+        DoesNotFitError: A window is longer than the context, or than the KV cache has room for.
         EdgeKitError: The model's logits are not finite.
     """
-    spec = llm.bundle.manifest.spec
+    memory = llm.plan.memory
     if window_tokens < 2:
         raise UsageError(f"window tokens is {window_tokens}; it must be at least 2, for one to be predicted")
     if windows is not None and windows < 1:
         raise UsageError(f"windows is {windows}; it must be at least 1")
-    if window_tokens > spec.max_positions:
+    if window_tokens > memory.context_tokens:
         raise DoesNotFitError(
-            f"windows of {window_tokens} tokens are longer than the model's context of {spec.max_positions}; ask for "
-            "shorter ones"
+            f"windows of {window_tokens} tokens are longer than the context of {memory.context_tokens}; ask for "
+            "shorter ones, or a larger context size"
+        )
+    if window_tokens > memory.capacity_tokens:
+        raise DoesNotFitError(
+            f"windows of {window_tokens} tokens are more than the {memory.capacity_tokens} that the KV cache has room "
+            "for; ask for shorter ones, a smaller --kv-cache-dtype, or a larger memory budget"
         )
     token_ids = np.array(llm.tokenizer.encode(text, add_special_tokens=False), np.int64)
     count = _count_windows(len(token_ids), windows, window_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ class ReadOptions:
         sequence_length: Tokens of the whole text.
         chunk_tokens: Tokens of a step.
         following: Tokens to make room for after all of these.
-        observed_tokens: How many of the last ones make a step of their own, of which the attention mass is wanted.
+        observed_tokens: How many of the last ones make a step of their own, for the attention that these alone give.
         make_room: Called before every step with the number of its tokens.
     """
 
@@ -72,8 +71,7 @@ def read_chunks(
         rows = here if len(here) else np.array([len(chunk) - 1])
         options.make_room(len(chunk))
         inputs = causal_step(chunk, cache.next_position, rows, options.sequence_length)
-        observed = end == len(token_ids) and options.observed_tokens > 0
-        outputs = runner.step(dataclasses.replace(inputs, attention_mass=True) if observed else inputs)
+        outputs = runner.step(inputs)
         cache.reserve(len(chunk), following=len(token_ids) - end + options.following)
         cache.append(outputs.stacks, range(len(chunk)))
         yield Chunk(token_ids=chunk, logits=outputs.logits[: len(here)], attention_mass=outputs.attention_mass)

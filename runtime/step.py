@@ -25,7 +25,6 @@ class StepInputs:
         new_bias: shape (S, S), float32: row s is 0 where token s sees a new token and `MASKED` elsewhere.
         logit_rows: shape (R,), int64: new tokens whose logits are wanted.
         sequence_length: Tokens of the whole text: past, new, and those of the prompt that are still to come.
-        attention_mass: Whether the attention that slots and new tokens get is wanted, of a graph that says it.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -33,7 +32,6 @@ class StepInputs:
     new_bias: npt.NDArray[np.float32]
     logit_rows: npt.NDArray[np.int64]
     sequence_length: int
-    attention_mass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class StepOutputs:
     Attributes:
         logits: shape (R, V), float32.
         stacks: New keys and values, one per stack of the cache.
-        attention_mass: If it was wanted: probability that slots and new tokens got, summed over the query heads of a KV
-            head and over the new tokens, one array per stack of the cache, shape (layers, KV, capacity + S), float32.
+        attention_mass: Of a graph that says it: probability that slots and new tokens got, summed over the query heads
+            of a KV head and over the new tokens, one array per stack, shape (layers, KV, capacity + S), float32.
     """
 
     logits: npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ A task file is JSON Lines, one task a line, in text or in token ids:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -131,14 +131,28 @@ def answers(llm: LLM, task: Task, session: Session) -> bool:
     session.reset()
     prompt = llm.tokenizer.encode_prompt(task.prompt) if isinstance(task.prompt, str) else task.prompt
     drawn = (token.token_id for token in session.generate(prompt, SamplingParams(), llm.vocab_size))
-    judge = _Text(llm, task.answer) if isinstance(task.answer, str) else _Tokens(task.answer)
+    return judge(llm, task, drawn)
+
+
+def judge(llm: LLM, task: Task, drawn: Iterable[int]) -> bool:
+    """Whether tokens answer a task; takes no more of them than it needs to know.
+
+    Args:
+        llm: The model that draws them.
+        task: What it was asked.
+        drawn: Token ids, as they are drawn.
+
+    Raises:
+        DoesNotFitError: They end before it is known.
+    """
+    judged = _Text(llm, task.answer) if isinstance(task.answer, str) else _Tokens(task.answer)
     for token_id in drawn:
-        verdict = judge.verdict(token_id)
+        verdict = judged.verdict(token_id)
         if verdict is not None:
             return verdict
     raise DoesNotFitError(
-        f"the KV cache has no room for a prompt of {len(prompt)} tokens and its answer; use shorter tasks, or a larger "
-        "context size or memory budget"
+        "the KV cache has no room for a prompt and its answer; use shorter tasks, or a larger context size or memory "
+        "budget"
     )
 
 

@@ -28,6 +28,7 @@ from edgekit.cli.options import Invocation, verbose_option
 from edgekit.cli.output import print_json
 from edgekit.cli.plan import plan
 from edgekit.cli.run import run
+from edgekit.cli.tune_cache import tune_cache
 from edgekit.version import __version__
 
 __all__ = ["cli", "main"]
@@ -51,7 +52,7 @@ def cli() -> None:
     """Exports language models to portable bundles and runs them on small devices."""
 
 
-for _command in (export, plan, run, chat, evaluate, bench, inspect, families):
+for _command in (export, plan, tune_cache, run, chat, evaluate, bench, inspect, families):
     cli.add_command(_command)
 
 

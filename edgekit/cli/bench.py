@@ -15,29 +15,16 @@ from edgekit.cli.output import megabytes, print_json, print_table, progress_bar
 if TYPE_CHECKING:
     from edgekit.runtime.benchmark import Measurement
 
-
-_MEASURED = {
-    "prompt_tokens": click.option(
-        "--pp",
-        "prompt_tokens",
-        type=int,
-        default=512,
-        show_default=True,
-        metavar="N",
-        help="Tokens of a prompt; 0 for none.",
+# The names are those of environment variables too, such as EDGEKIT_BENCH_PP.
+_ROWS = {
+    "pp": click.option(
+        "--pp", type=int, default=512, show_default=True, metavar="N", help="Tokens of a prompt; 0 for none."
     ),
-    "decode_tokens": click.option(
-        "--tg",
-        "decode_tokens",
-        type=int,
-        default=128,
-        show_default=True,
-        metavar="N",
-        help="Tokens to generate; 0 for none.",
+    "tg": click.option(
+        "--tg", type=int, default=128, show_default=True, metavar="N", help="Tokens to generate; 0 for none."
     ),
-    "depths": click.option(
+    "depth": click.option(
         "--depth",
-        "depths",
         type=int,
         multiple=True,
         metavar="N",
@@ -51,7 +38,7 @@ _MEASURED = {
 
 @click.command
 @bundle_argument
-@collected("measured", _MEASURED)
+@collected("rows", _ROWS)
 @memory_options
 @threads_option
 @json_option
@@ -59,7 +46,7 @@ _MEASURED = {
 def bench(
     *,
     bundle: Path,
-    measured: Mapping[str, Any],
+    rows: Mapping[str, Any],
     memory: Mapping[str, Any],
     threads: int | None,
     json: bool,
@@ -72,12 +59,14 @@ def bench(
     """
     from edgekit.runtime.benchmark import BenchmarkOptions, benchmark
 
-    options = BenchmarkOptions(**measured)
+    options = BenchmarkOptions(
+        prompt_tokens=rows["pp"], decode_tokens=rows["tg"], depths=rows["depth"], repetitions=rows["repetitions"]
+    )
     with progress_bar() as progress:
         report = benchmark(bundle, options, load=load_options(threads, memory), progress=progress)
     if json:
-        rows = [_row_json(measurement) for measurement in report.measurements]
-        print_json({"threads": report.threads, "load_s": report.load_s, "rows": rows})
+        measured = [_row_json(measurement) for measurement in report.measurements]
+        print_json({"threads": report.threads, "load_s": report.load_s, "rows": measured})
         return
     click.echo(f"threads {report.threads}, loaded in {report.load_s:.2f} s, {options.repetitions} runs per row")
     header = ("row", "tokens/s", "min-max", "peak memory")

@@ -64,7 +64,6 @@ _GRAPH = {
     ),
 }
 
-
 _SOURCE = {
     "revision": click.option("--revision", metavar="R", help="Branch, tag or commit of a Hugging Face repository."),
     "trust_remote_code": click.option(

@@ -183,3 +183,8 @@ _MEMORY: Mapping[str, Decorator] = {
 }
 memory_options = collected("memory", _MEMORY)
 """Adds the options of memory and KV cache; they arrive as the argument `memory`, for `edgekit.cli.loading`."""
+
+room_options = collected(
+    "memory", {name: _MEMORY[name] for name in ("memory_budget", "ctx_size", "kv_cache_dtype", "allow_long")}
+)
+"""The same without a KV policy, for commands whose own business that is."""

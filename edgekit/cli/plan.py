@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,10 @@ def plan(*, bundle: Path, memory: Mapping[str, Any], json: bool) -> None:
     if json:
         print_json(_as_json(planned))
         return
-    print_table(("what", "bytes", ""), _rows(planned))
-    chosen = planned.memory
-    click.echo(
-        f"KV cache {chosen.layout.dtype}, {chosen.capacity_tokens} slots, policy {planned.policy.name}, prefill in "
-        f"steps of {chosen.chunk_tokens} tokens"
-    )
+    print_table(("what", "size", "bytes"), _rows(planned))
+    click.echo()
+    for name, value in _settings(planned):
+        click.echo(f"{name:<10}{value}")
 
 
 def _rows(planned: LoadPlan) -> list[tuple[str, ...]]:
@@ -47,16 +46,45 @@ def _rows(planned: LoadPlan) -> list[tuple[str, ...]]:
 
     memory = planned.memory
     rows = [
-        ("base (interpreter, libraries, tokenizer)", memory.base_bytes),
+        ("base: interpreter, libraries, tokenizer", memory.base_bytes),
         ("weights, as the backend holds them", memory.weights_bytes),
-        ("KV cache, all slots", memory.cache_bytes),
+        *_groups(planned),
         ("workspace of the largest step", memory.workspace_bytes),
         ("total", memory.total_bytes),
-        ("budget", memory.budget_bytes),
+        ("memory budget", memory.budget_bytes),
+        ("left of the budget", memory.budget_bytes - memory.total_bytes),
     ]
-    if planned.kept_bytes is not None:
-        rows.append(("of the KV cache, kept of a prompt", planned.kept_bytes))
-    return [(name, str(size), format_size(size)) for name, size in rows]
+    if planned.kept_bytes is not None and planned.kept_bytes < memory.cache_bytes:
+        rows.append(("KV cache, of a prompt that is compressed", planned.kept_bytes))
+    return [(name, format_size(size), str(size)) for name, size in rows]
+
+
+def _groups(planned: LoadPlan) -> Iterator[tuple[str, int]]:
+    """Yields the layers of each sliding window with the bytes of their slots; a profile splits them further."""
+    from edgekit.runtime.cache import slot_limit
+
+    memory = planned.memory
+    layers, sizes = Counter[int | None](), Counter[int | None]()
+    for index, group in enumerate(memory.layout.groups):
+        layers[group.sliding_window] += len(group.layers)
+        slots = slot_limit(group.sliding_window, memory.capacity_tokens)
+        sizes[group.sliding_window] += memory.layout.slot_bytes(index) * slots
+    for window, count in layers.items():
+        seen = "" if window is None else f" that see {window} tokens"
+        yield f"KV cache of {count} layers{seen}", sizes[window]
+
+
+def _settings(planned: LoadPlan) -> list[tuple[str, str]]:
+    memory, policy = planned.memory, planned.policy
+    budgets, kept = policy.layer_budgets_tokens, policy.budget_tokens
+    if budgets is not None:
+        kept = round(sum(budgets) / len(budgets))
+    return [
+        ("KV cache", f"{memory.layout.dtype}, {memory.capacity_tokens} slots"),
+        ("policy", policy.name if kept is None else f"{policy.name}, {kept} tokens per layer"),
+        ("context", f"{memory.context_tokens} tokens"),
+        ("prefill", f"in steps of at most {memory.chunk_tokens} tokens"),
+    ]
 
 
 def _as_json(planned: LoadPlan) -> dict[str, Any]:

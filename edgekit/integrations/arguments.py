@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from edgekit.errors import UnsupportedError, UsageError, one_of
+from edgekit.runtime.memory_plan import DtypeChoice
 
 if TYPE_CHECKING:
     from edgekit.integrations.conversations import ConversationCache, Flags, Tokens
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardOptions",
     "LoadOptions",
+    "MemoryOptions",
     "as_array",
     "check_device",
     "check_forward_options",
     "check_load_options",
+    "check_policy",
     "check_positions",
     "present_tokens",
     "wanted_columns",
@@ -32,7 +35,24 @@ _FLOAT32 = (None, "auto", "float32", torch.float32)
 _CPU = (None, "cpu", torch.device("cpu"), {"": "cpu"})
 
 
-class LoadOptions(TypedDict, total=False):
+class MemoryOptions(TypedDict, total=False):
+    """Options of memory and KV cache, as of `edgekit.runtime.llm.LLM`.
+
+    Attributes:
+        memory_budget: Most memory of the whole process, such as "512MiB"; None for what the machine has left. All rows
+            of a batch share it; logits, which belong to the caller, come on top.
+        ctx_size: Tokens that a row must have room for; None for as many as fit, up to the model's context.
+        kv_cache_dtype: "fp32", "fp16" or "int8"; "auto" for the bundle's own, or int8 where that does not fit.
+        kv_policy: Has to be "stop".
+    """
+
+    memory_budget: str | None
+    ctx_size: int | None
+    kv_cache_dtype: DtypeChoice
+    kv_policy: str
+
+
+class LoadOptions(MemoryOptions, total=False):
     """Further options of `from_pretrained`, by the names of transformers and optimum.
 
     Attributes:
@@ -87,6 +107,23 @@ def check_load_options(options: LoadOptions) -> None:
             )
     for name in ("device", "device_map"):
         check_device(name, options.get(name))
+    check_policy(options.get("kv_policy", "stop"))
+
+
+def check_policy(name: str) -> None:
+    """Refuses KV policies that drop tokens: transformers counts on every token of a row.
+
+    Args:
+        name: The policy.
+
+    Raises:
+        UnsupportedError: It is another one than "stop".
+    """
+    if name != "stop":
+        raise UnsupportedError(
+            f"KV policy {name!r} drops tokens, and transformers counts on all of them: EdgeModelForCausalLM has 'stop' "
+            "only; for others use edgekit.LLM"
+        )
 
 
 def check_device(name: str, value: object) -> None:

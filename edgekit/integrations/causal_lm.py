@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from edgekit.bundle import MANIFEST, open_bundle, staged_directory
 from edgekit.errors import MissingExtraError, UnsupportedError, UsageError
 from edgekit.runtime.llm import LLM
+from edgekit.runtime.loading import KVCacheOptions
 
 try:
     import torch
@@ -26,6 +27,7 @@ from edgekit.integrations.arguments import (
     check_device,
     check_forward_options,
     check_load_options,
+    check_policy,
     check_positions,
     present_tokens,
     wanted_columns,
@@ -77,8 +79,12 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
         """Wraps a loaded bundle.
 
         Args:
-            llm: The bundle.
+            llm: The bundle, with the KV policy "stop".
+
+        Raises:
+            UnsupportedError: It has another one.
         """
+        check_policy(llm.plan.policy.name)
         super().__init__(llm, model_config(llm.bundle, llm.tokenizer))
         self.llm = llm
         self.generation_config = generation_config(llm.bundle, self.config)
@@ -107,13 +113,19 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
         Raises:
             UsageError: There is no such bundle, an option is unknown or needs export=True, or the output is taken.
             UnsupportedError: An option or the model asks for something that EdgeKit does not have.
+            DoesNotFitError: The memory budget is too small.
             CorruptArtifactError: A file is damaged.
             ParityError: The exported graph's logits are not the model's.
         """
         check_load_options(options)
         if export:
             bundle, temporary = _export(model_id, output, quantization, options)
-            model = cls(LLM(bundle, threads=threads))
+            try:
+                model = cls(_loaded(bundle, threads, options))
+            except BaseException:
+                if temporary is not None:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
             if temporary is not None:
                 weakref.finalize(model, shutil.rmtree, temporary, ignore_errors=True)
             return model
@@ -121,7 +133,7 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
         for name, value in needless.items():
             if value not in (None, False):
                 raise UsageError(f"{name} is {value!r}, which is for exports; pass export=True or leave it out")
-        return cls(LLM(_bundle_at(model_id), threads=threads))
+        return cls(_loaded(_bundle_at(model_id), threads, options))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False) -> None:
         """Copies the bundle, its tokenizer included.
@@ -185,12 +197,12 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
         Raises:
             UsageError: Shapes, positions or token ids are wrong, or the mask differs from an earlier call's.
             UnsupportedError: An option asks for something that EdgeKit does not compute.
-            DoesNotFitError: A row is longer than the model's context.
+            DoesNotFitError: A row is longer than the context, or the rows do not fit into the memory budget.
         """
         check_forward_options(options)
         cache = past_key_values if options.get("cache") is None else options["cache"]
         if cache is None:
-            cache = ConversationCache(self.llm.backend, self.llm.bundle.manifest.spec)
+            cache = ConversationCache(self.llm)
         self._check_cache(cache)
         token_ids = as_array(input_ids, "input_ids", 2)
         present = present_tokens(attention_mask, token_ids.shape, cache.present)
@@ -244,7 +256,7 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
                 "(tokenizer.padding_side = 'left')"
             )
         if generation_config.use_cache is not False and model_kwargs.get(_CACHE) is None:
-            model_kwargs[_CACHE] = ConversationCache(self.llm.backend, self.llm.bundle.manifest.spec)
+            model_kwargs[_CACHE] = ConversationCache(self.llm)
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refuses continuous batching, which `cache_implementation="paged"` asks for."""
@@ -280,6 +292,16 @@ class EdgeModelForCausalLM(OptimizedModel, GenerationMixin):  # type: ignore[mis
 AutoConfig.register(EdgeKitConfig.model_type, EdgeKitConfig, exist_ok=True)
 # This is what keeps pipelines from warning that they do not know the class.
 AutoModelForCausalLM.register(EdgeKitConfig, EdgeModelForCausalLM, exist_ok=True)
+
+
+def _loaded(bundle: Path, threads: int | None, options: LoadOptions) -> LLM:
+    return LLM(
+        bundle,
+        threads=threads,
+        memory_budget=options.get("memory_budget"),
+        ctx_size=options.get("ctx_size"),
+        kv_cache=KVCacheOptions(dtype=options.get("kv_cache_dtype", "auto")),
+    )
 
 
 def _export_options(options: LoadOptions) -> dict[str, Any]:

@@ -12,20 +12,25 @@ would compute alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import Cache
 
-from edgekit.errors import UnsupportedError, UsageError
-from edgekit.runtime.cache import KVCache
+from edgekit.errors import DoesNotFitError, UnsupportedError, UsageError
+from edgekit.runtime.cache import BUCKET_TOKENS, KVCache
+from edgekit.runtime.memory_plan import cache_bytes
 from edgekit.runtime.prefill import ReadOptions, read_chunks
-from edgekit.runtime.session import PREFILL_CHUNK_TOKENS
+from edgekit.runtime.session import SessionLimits
 from edgekit.runtime.step import Backend
+from edgekit.sizes import format_size
 from edgekit.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from edgekit.runtime.llm import LLM
 
 Tokens = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -34,16 +39,18 @@ Flags = npt.NDArray[np.bool_]
 class Conversation:
     """The tokens of one row."""
 
-    def __init__(self, backend: Backend, spec: DecoderSpec) -> None:
+    def __init__(self, backend: Backend, spec: DecoderSpec, limits: SessionLimits) -> None:
         """Starts empty.
 
         Args:
             backend: Runs the steps.
             spec: The decoder.
+            limits: What the conversation may take.
         """
         self._backend = backend
         self._spec = spec
-        self._cache = KVCache(backend.layout, spec.max_positions, spec.max_positions)
+        self._limits = limits
+        self._cache = KVCache(backend.layout, limits.max_tokens, limits.max_positions)
         self._runner = backend.runner(self._cache)
         self._token_ids: Tokens = np.zeros(0, np.int64)
         self._rope_range = 0
@@ -57,9 +64,15 @@ class Conversation:
         """Refuses more tokens than the context has room for.
 
         Raises:
-            DoesNotFitError: The row would become longer than the model's context.
+            DoesNotFitError: The row would become longer than the context, or than there is room for.
         """
         self._cache.check_room(tokens)
+
+    def largest_bytes(self, tokens: int) -> int:
+        """Returns the most bytes that the keys and values may take with so many more tokens."""
+        # A cache that has to grow grows by an eighth, and everything comes in buckets.
+        slots = (self.length + tokens) * 9 // 8 + BUCKET_TOKENS
+        return cache_bytes(self._backend.layout, min(slots, self._limits.max_tokens))
 
     def read(self, token_ids: Tokens, wanted: Tokens, logits: npt.NDArray[np.float32]) -> None:
         """Appends tokens.
@@ -70,7 +83,7 @@ class Conversation:
             logits: Where these go, shape (w, V), float32.
 
         Raises:
-            DoesNotFitError: The row becomes longer than the model's context.
+            DoesNotFitError: The row becomes longer than the context, or than there is room for.
         """
         end = self.length + len(token_ids)
         if self._spec.rope_range(end) != self._rope_range:
@@ -79,7 +92,7 @@ class Conversation:
             token_ids, wanted = np.concatenate([self._token_ids, token_ids]), wanted + self.length
             self.forget(self.length)
         done = 0
-        options = ReadOptions(sequence_length=end, chunk_tokens=PREFILL_CHUNK_TOKENS)
+        options = ReadOptions(sequence_length=end, chunk_tokens=self._limits.chunk_tokens)
         for chunk in read_chunks(self._runner, self._cache, token_ids, wanted, options):
             self._token_ids = np.concatenate([self._token_ids, chunk.token_ids])
             logits[done : done + len(chunk.logits)] = chunk.logits
@@ -106,16 +119,17 @@ class ConversationCache(Cache):
     values themselves are EdgeKit's.
     """
 
-    def __init__(self, backend: Backend, spec: DecoderSpec) -> None:
+    def __init__(self, llm: LLM) -> None:
         """Starts without rows; the first call of `read` says how many there are.
 
         Args:
-            backend: Runs the steps.
-            spec: The decoder.
+            llm: Its backend runs the steps, and its plan says what the rows may take together.
         """
         super().__init__(layers=[])
-        self.backend = backend
-        self._spec = spec
+        self.backend = llm.backend
+        self._spec = llm.bundle.manifest.spec
+        self._limits = llm.limits
+        self._memory = llm.plan.memory
         self._rows: list[Conversation] = []
         self._present: Flags = np.zeros((0, 0), np.bool_)
 
@@ -152,15 +166,22 @@ class ConversationCache(Cache):
 
         Raises:
             UsageError: The batch has another number of rows than before.
-            DoesNotFitError: A row becomes longer than the model's context.
+            DoesNotFitError: A row becomes longer than the context or than there is room for, or all of them together
+                do not fit into the memory budget.
         """
         is_new = not self._rows
         if is_new:
-            self._rows = [Conversation(self.backend, self._spec) for _ in token_ids]
+            self._rows = [Conversation(self.backend, self._spec, self._limits) for _ in token_ids]
             self._present = np.zeros((len(token_ids), 0), np.bool_)
         self._check_rows(len(token_ids))
-        for row, here in zip(self._rows, present, strict=True):
-            row.check_room(int(here.sum()))  # before any row is read, so that a refusal changes none
+        try:  # before any row is read, so that a refusal changes none
+            for row, here in zip(self._rows, present, strict=True):
+                row.check_room(int(here.sum()))
+            self._check_memory(self._rows, [int(here.sum()) for here in present])
+        except DoesNotFitError:
+            if is_new:
+                self.reset()
+            raise
         logits = np.zeros((len(token_ids), len(columns), self._spec.vocab_size), np.float32)
         order = np.argsort(columns)
         read: dict[bytes, int] = {}
@@ -175,6 +196,16 @@ class ConversationCache(Cache):
             logits[index, found] = kept
         self._present = np.concatenate([self._present, present], axis=1)
         return logits
+
+    def _check_memory(self, rows: Sequence[Conversation], tokens: Sequence[int]) -> None:
+        """Refuses rows that take more than the plan's one conversation and what is left of the budget."""
+        needed = sum(row.largest_bytes(more) for row, more in zip(rows, tokens, strict=True))
+        left = self._memory.budget_bytes - self._memory.total_bytes + self._memory.cache_bytes
+        if len(rows) > 1 and needed > left:
+            raise DoesNotFitError(
+                f"the KV caches of {len(rows)} rows take up to {format_size(needed)}, and {format_size(left)} of the "
+                "memory budget are left for them; use smaller batches or fewer beams, or give more memory"
+            )
 
     def _check_rows(self, count: int) -> None:
         if len(self._rows) != count:
@@ -223,6 +254,7 @@ class ConversationCache(Cache):
 
     def _select(self, indices: Iterable[int]) -> None:
         chosen, taken = list(indices), set[int]()
+        self._check_memory([self._rows[index] for index in chosen], [0] * len(chosen))
         rows = []
         for index in chosen:
             # Copying is only for those that go on in more than one way.

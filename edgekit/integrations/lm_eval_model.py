@@ -9,9 +9,10 @@ line, so its command is run from here, with all its options:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from edgekit.errors import UnsupportedError, UsageError, one_of
+from edgekit.errors import DoesNotFitError, UnsupportedError, UsageError, one_of
+from edgekit.integrations.arguments import MemoryOptions
 from edgekit.integrations.causal_lm import EdgeModelForCausalLM
 
 try:
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class HarnessOptions(TypedDict, total=False):
-    """Options of the harness's own model for transformers, with the meaning that they have there.
+class HarnessOptions(MemoryOptions, total=False):
+    """Options of memory, and those of the harness's own model for transformers with the meaning that they have there.
 
     Attributes:
-        max_length: Longest text in tokens; the model's context unless given.
+        max_length: Longest text in tokens; as many as there is room for unless given.
         add_bos_token: Whether to put the beginning of text before every text.
         prefix_token_id: What likelihoods of whole texts begin with.
         truncation: Whether to cut prompts that are too long.
@@ -77,7 +78,8 @@ class EdgeKitLM(HFLM):  # type: ignore[misc] # lm_eval ships no type information
             **options: See `HarnessOptions`.
 
         Raises:
-            UsageError: There is no such bundle.
+            UsageError: There is no such bundle, or an option is out of range.
+            DoesNotFitError: The memory budget is too small.
             UnsupportedError: An option asks for something that EdgeKit does not have.
         """
         for name in options:
@@ -94,7 +96,17 @@ class EdgeKitLM(HFLM):  # type: ignore[misc] # lm_eval ships no type information
                 f"device is {device!r}, the harness's choice unless told otherwise; EdgeKit computes on the CPU: pass "
                 "--device cpu"
             )
-        model = EdgeModelForCausalLM.from_pretrained(pretrained, threads=threads)
+        model = EdgeModelForCausalLM.from_pretrained(
+            pretrained,
+            threads=threads,
+            memory_budget=options.pop("memory_budget", None),
+            ctx_size=options.pop("ctx_size", None),
+            kv_cache_dtype=options.pop("kv_cache_dtype", "auto"),
+            kv_policy=options.pop("kv_policy", "stop"),
+        )
+        # The harness cuts texts to what the model says it takes.
+        limits = model.llm.limits
+        options["max_length"] = _max_length(options.get("max_length"), min(limits.max_tokens, limits.max_positions))
         super().__init__(
             pretrained=model,
             backend="causal",
@@ -102,6 +114,16 @@ class EdgeKitLM(HFLM):  # type: ignore[misc] # lm_eval ships no type information
             batch_size=int(batch_size),
             **options,
         )
+
+
+def _max_length(asked: int | None, room: int) -> int:
+    """Returns the longest text in tokens."""
+    if asked is not None and asked > room:
+        raise DoesNotFitError(
+            f"max_length is {asked}, there is room for {room} tokens; ask for no more, or give more memory or a larger "
+            "ctx_size"
+        )
+    return asked or room
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit import contract
+from edgekit.bundle import GRAPH_DATA
 from edgekit.cache_layout import CacheLayout, Stack
 from edgekit.errors import CorruptArtifactError
 from edgekit.ort import ort
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.cache_arrays import CacheArrays, FloatArray, StackArrays
+from edgekit.runtime.mapped_table import MappedTable
 from edgekit.runtime.step import StepInputs, StepOutputs
 from edgekit.spec import DecoderSpec
 
@@ -27,8 +29,8 @@ from edgekit.spec import DecoderSpec
 # step over more tokens, a chunk of a prompt, go with the next step of another kind: they are large, and soon made.
 MAX_BINDINGS = 4
 MAX_KEPT_TOKENS = 64
-_Kind: TypeAlias = tuple[int, int, bool]
-"""New tokens of a step, rows of logits, and whether the attention mass is wanted."""
+_Kind: TypeAlias = tuple[int, int]
+"""New tokens of a step and rows of logits."""
 
 
 class OnnxRuntimeCpu:
@@ -59,6 +61,7 @@ class OnnxRuntimeCpu:
         # A plan of the memory is kept per shape of the inputs, and these change with every prompt and every growth
         # of the cache.
         options.enable_mem_pattern = False
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         try:
             self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the C API's errors share no narrower base
@@ -67,11 +70,12 @@ class OnnxRuntimeCpu:
         self.spec, self.layout = spec, layout
         _check_interface(self._session, spec, layout, graph)
         outputs = {value.name for value in self._session.get_outputs()}
+        self._table = MappedTable(graph.with_name(GRAPH_DATA))
         self.has_attention_mass = contract.stacked(contract.attention_mass(0), 0) in outputs
 
     def runner(self, cache: KVCache) -> OnnxRuntimeRunner:
         """Starts a conversation that keeps its past in `cache`."""
-        return OnnxRuntimeRunner(self._session, self.spec, cache)
+        return OnnxRuntimeRunner(self._session, self.spec, cache, self._table)
 
 
 def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, layout: CacheLayout, graph: Path) -> None:
@@ -138,19 +142,26 @@ class _Binding:
 class OnnxRuntimeRunner:
     """Steps of one conversation."""
 
-    def __init__(self, session: ort.InferenceSession, spec: DecoderSpec, cache: KVCache) -> None:
-        """Attaches a session to a conversation's cache."""
+    def __init__(
+        self, session: ort.InferenceSession, spec: DecoderSpec, cache: KVCache, table: MappedTable | None = None
+    ) -> None:
+        """Attaches a session to a conversation's cache.
+
+        Args:
+            session: Runs a lowered graph.
+            spec: The decoder.
+            cache: The conversation's.
+            table: Told of the rows that are looked up; None for a session whose memory does not matter.
+        """
         self._session = session
         self._spec = spec
         self._cache = cache
+        self._table = table
         self._bindings: dict[_Kind, _Binding] = {}
-        self._run_options = ort.RunOptions()
-        # What nobody asks for, such as the attention that slots get, is not computed.
-        self._run_options.only_execute_path_to_fetches = True
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Runs one step; see `edgekit.runtime.step.StepRunner`."""
-        binding = self._binding((len(inputs.token_ids), len(inputs.logit_rows), inputs.attention_mass))
+        binding = self._binding((len(inputs.token_ids), len(inputs.logit_rows)))
         binding.token_ids[0] = inputs.token_ids
         binding.position_ids[0] = inputs.position_ids
         binding.new_bias[0, 0] = inputs.new_bias
@@ -158,7 +169,9 @@ class OnnxRuntimeRunner:
         binding.sequence_length[0] = inputs.sequence_length
         for group, bias in binding.window_biases.items():
             bias[0, 0] = self._cache.window_bias(group, inputs.position_ids)
-        self._session.run_with_iobinding(binding.io, self._run_options)
+        self._session.run_with_iobinding(binding.io)
+        if self._table is not None:
+            self._table.note(len(inputs.token_ids))
         return binding.outputs
 
     def _binding(self, kind: _Kind) -> _Binding:
@@ -176,9 +189,11 @@ class OnnxRuntimeRunner:
         self._bindings[kind] = binding
         return binding
 
-    def _bind(self, tokens: int, rows: int, attention_mass: bool) -> _Binding:  # noqa: FBT001 - a part of a kind
+    def _bind(self, tokens: int, rows: int) -> _Binding:
         io = self._session.io_binding()
         cache, layout = self._cache, self._cache.layout
+        says_mass = any(value.name.startswith("attention_mass.") for value in self._session.get_outputs())
+        masses = tuple(_empty_mass(cache, stack, tokens) for stack in layout.stacks if says_mass)
         windows = [index for index, group in enumerate(layout.groups) if group.sliding_window is not None]
         binding = _Binding(
             past=cache.arrays,
@@ -194,7 +209,7 @@ class OnnxRuntimeRunner:
             outputs=StepOutputs(
                 logits=np.zeros((rows, self._spec.vocab_size), np.float32),
                 stacks=tuple(StackArrays.empty(stack, layout.dtype, tokens) for stack in layout.stacks),
-                attention_mass=tuple(_empty_mass(cache, stack, tokens) for stack in layout.stacks if attention_mass),
+                attention_mass=masses,
             ),
         )
         _bind_input(io, contract.INPUT_IDS, binding.token_ids)

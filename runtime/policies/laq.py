@@ -18,8 +18,6 @@ come with the true causal mask (the released code masks some of the prompt's tai
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from edgekit.cache_layout import CacheLayout
@@ -55,7 +53,7 @@ class Laq(SnapKV):
         # The text is as long as it was when the prompt was read: pseudo tokens do not turn its keys otherwise.
         rows = np.array([len(token_ids) - 1])
         inputs = causal_step(token_ids, cache.next_position, rows, prompt.sequence_length)
-        outputs = prompt.runner.step(dataclasses.replace(inputs, attention_mass=True))
+        outputs = prompt.runner.step(inputs)
         cache.reserve(repeated)
         cache.append(outputs.stacks, range(repeated))
         cache.become(cache.selected(self.choose(cache, outputs.attention_mass, repeated), give_back=True))

@@ -279,7 +279,7 @@ def test_a_manifest_of_another_shape_is_corrupt(change: Edit, path: Path, edit: 
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{", b"null", b"[]", b"\xff\xfe{}", b'{"schema_version": 1, "producer": "\xff"}']
+    "text", [b"", b"{", b"null", b"[]", b"\xff\xfe{}", b'{"schema_version": 2, "producer": "\xff"}']
 )
 def test_a_manifest_that_is_not_json_is_corrupt(text: bytes, path: Path) -> None:
     (path / "manifest.json").write_bytes(text)

@@ -84,7 +84,7 @@ def test_more_windows_than_there_are_are_refused_with_the_numbers(llm: LLM) -> N
 
 
 def test_a_window_longer_than_the_context_is_refused(llm: LLM) -> None:
-    with pytest.raises(DoesNotFitError, match="windows of 257 tokens are longer than the model's context of 256"):
+    with pytest.raises(DoesNotFitError, match="windows of 257 tokens are longer than the context of 256"):
         perplexity(llm, TEXT, window_tokens=257)
 
 

@@ -28,7 +28,7 @@ def test_the_version_is_printed(invoke: Invoke) -> None:
 def test_the_help_lists_every_command_in_the_order_of_use(invoke: Invoke) -> None:
     listed = invoke("--help").stdout.partition("Commands:\n")[2].partition("\n\n")[0]
     names = [line.split()[0] for line in listed.splitlines()]
-    assert names == ["export", "run", "chat", "eval", "bench", "inspect", "families"]
+    assert names == ["export", "plan", "tune-cache", "run", "chat", "eval", "bench", "inspect", "families"]
 
 
 @pytest.mark.parametrize("command", [*cli.commands])

@@ -226,7 +226,7 @@ def test_a_text_longer_than_the_context_is_refused_before_any_row_is_read(llama:
     model, _ = llama
     mask = torch.ones((2, 257), dtype=torch.int64)
     mask[0, :200] = 0
-    with pytest.raises(DoesNotFitError, match="257 tokens are more than the model's context of 256"):
+    with pytest.raises(DoesNotFitError, match="257 tokens are more than the context of 256; shorten"):
         model(input_ids=mask * 5, attention_mask=mask)
 
 

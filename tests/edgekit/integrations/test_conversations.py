@@ -25,7 +25,7 @@ def model(tiny_model: TinyModel) -> EdgeModelForCausalLM:
 
 @pytest.fixture
 def cache(model: EdgeModelForCausalLM) -> ConversationCache:
-    return ConversationCache(model.llm.backend, model.llm.bundle.manifest.spec)
+    return ConversationCache(model.llm)
 
 
 def _read(cache: ConversationCache, rows: list[list[int]]) -> Logits:
