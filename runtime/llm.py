@@ -95,8 +95,9 @@ class LLM:
         verify_once(self.bundle)
         self.threads = threads or default_threads()
         spec, layout = self.bundle.manifest.spec, self.plan.memory.layout
-        self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
+        # The weights first: while they are packed, their file is in memory too.
         self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle, layout), spec, self.threads, layout)
+        self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
         self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self._lock = threading.Lock()

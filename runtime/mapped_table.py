@@ -28,9 +28,10 @@ class MappedTable:
     """
 
     def __init__(self, file: Path) -> None:
-        """Finds the mappings of a file that are there now; there are none where /proc has no list of them."""
+        """Finds the mappings of a file, and gives back what was read of them; without a /proc there are none."""
         self.ranges = mapped_ranges(file)
         self._lookups = 0
+        self.note(KEPT_LOOKUPS)
 
     def note(self, lookups: int) -> None:
         """Counts rows that were looked up, and gives the pages back once they are many."""
@@ -43,14 +44,14 @@ class MappedTable:
 
 
 def mapped_ranges(file: Path) -> list[tuple[int, int]]:
-    """Returns address and size, bytes, of this process's read-only mappings of a file."""
+    """Returns address and size, bytes, of this process's mappings of a file that hold data."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
-        parsed = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+) r--[ps] \S+ \S+ \d+ +(.+)", line)
+        parsed = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+) r[w-]-[ps] \S+ \S+ \d+ +(.+)", line)
         if parsed is not None and parsed[3] == str(file.resolve()):
             first, end = int(parsed[1], 16), int(parsed[2], 16)
             found.append((first, end - first))

@@ -3,8 +3,8 @@
 Everything is counted for the whole process, as the system counts it (resident set), at the moment when most is held:
 
     base        the interpreter, NumPy, ONNX Runtime, the tokenizer
-    weights     as ONNX Runtime's CPU provider holds them once they are repacked; a tied embedding is mapped besides,
-                and its rows become resident when they are looked up
+    weights     as ONNX Runtime's CPU provider holds them once they are repacked; of a mapped table, what
+                was looked up lately
     cache       slots × bytes of a slot, from the spec
     workspace   activations and scores of the largest step, and its logits
 
@@ -23,6 +23,7 @@ from edgekit.bundle import Bundle
 from edgekit.cache_layout import CacheLayout, KVCacheDtype, cache_layout
 from edgekit.errors import DoesNotFitError, UsageError, one_of
 from edgekit.runtime.cache import BUCKET_TOKENS, ROLLBACK_TOKENS, slot_limit
+from edgekit.runtime.mapped_table import KEPT_LOOKUPS, LOOKUP_BYTES
 from edgekit.runtime.policies.laq import PROMPT_TOKENS, PSEUDO_TOKENS
 from edgekit.sizes import format_size
 from edgekit.spec import DecoderSpec
@@ -35,11 +36,11 @@ MIN_CAPACITY_TOKENS = BUCKET_TOKENS
 # Interpreter, NumPy and ONNX Runtime before a bundle is loaded, unless the process holds more by then; what a session
 # takes besides; each layer's nodes and kernels; each entry of the vocabulary in the tokenizer.
 PROCESS_BYTES = 54_000_000
-SESSION_BYTES = 20_000_000
+SESSION_BYTES = 26_000_000
 LAYER_BYTES = 230_000
 TOKEN_BYTES = 640
 # Rows of scores that attention holds at once, of each query head and new token, per cache dtype.
-SCORE_COPIES: dict[KVCacheDtype, float] = {"fp32": 3.0, "fp16": 3.0, "int8": 3.3}
+SCORE_COPIES: dict[KVCacheDtype, float] = {"fp32": 3.6, "fp16": 3.6, "int8": 4.2}
 # A layer's float16 cache is widened while it is read, keys and values.
 WIDENED_BYTES = 4
 # Activations that are held at once: so many times the widest of a layer.
@@ -189,17 +190,26 @@ def _plan(
     if request.copied_tokens is not None:
         looking_ahead = workspace_bytes(spec, layout, PROMPT_TOKENS + PSEUDO_TOKENS, capacity)
         workspace = max(workspace, looking_ahead + _copy_bytes(layout, request.copied_tokens, capacity))
+    cache = cache_bytes(layout, capacity)
     return MemoryPlan(
         budget_bytes=request.budget_bytes,
         base_bytes=_base_bytes(spec, request.base_bytes),
         weights_bytes=weights_bytes(spec, bundle.manifest.storage),
-        cache_bytes=cache_bytes(layout, capacity),
-        workspace_bytes=workspace,
+        cache_bytes=cache,
+        workspace_bytes=max(workspace, _loading_bytes(spec, bundle.manifest.storage) - cache),
         layout=layout,
         capacity_tokens=capacity,
         chunk_tokens=chunk_tokens,
         context_tokens=context,
     )
+
+
+def _loading_bytes(spec: DecoderSpec, storage: dict[str, str]) -> int:
+    """Returns what packing the weights holds for a moment: the mapped table, before there are tokenizer and cache."""
+    if not spec.tie_word_embeddings:
+        return 0
+    mapped = _mapped_bytes(storage["embed_tokens.weight"], *spec.tensor_shapes()["embed_tokens.weight"])
+    return max(0, mapped - KEPT_LOOKUPS * LOOKUP_BYTES - spec.vocab_size * TOKEN_BYTES)
 
 
 def _base_bytes(spec: DecoderSpec, held_bytes: int) -> int:
@@ -240,7 +250,8 @@ def weights_bytes(spec: DecoderSpec, storage: dict[str, str]) -> int:
     shapes = spec.tensor_shapes()
     held = sum(_matrix_bytes(storage[name], *shapes[name]) for name in storage)
     if spec.tie_word_embeddings:
-        held += _mapped_bytes(storage["embed_tokens.weight"], *shapes["embed_tokens.weight"])
+        mapped = _mapped_bytes(storage["embed_tokens.weight"], *shapes["embed_tokens.weight"])
+        held += min(mapped, KEPT_LOOKUPS * LOOKUP_BYTES)
     return held + sum(4 * shape[0] for shape in shapes.values() if len(shape) == 1)
 
 

@@ -8,8 +8,9 @@ own vocabulary, token by token, so that every prompt has exactly the length aske
     What is the password? Remember this: the password of copper is
 
 Sentences are words drawn at random. A model cannot know the answer but from the needle, and needs no instruction
-tuning to give it: the question begins as the needle does. Distractors are needles of other words. Whether attention to what is far away survives a KV cache's
-dtype or policy is what it shows; it says little of how well a model understands.
+tuning to give it: the question begins as the needle does. Distractors are needles of other words. What the test shows
+is whether attention to what is far away survives a KV cache's dtype or policy. It says little of how well a model
+understands.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class NeedleOptions:
         for length in self.lengths:
             _check_integer("length", length, 1)
         for depth in self.depths:
-            if not isinstance(depth, (int, float)) or not 0 <= depth <= 1:
+            if type(depth) not in (int, float) or not 0 <= depth <= 1:
                 raise UsageError(f"depth is {depth!r}; it must be from 0, the beginning, to 1, the end")
         _check_integer("samples", self.samples, 1)
         _check_integer("seed", self.seed, 0)

@@ -14,6 +14,12 @@ import pytest
 
 TinyGguf: TypeAlias = Callable[[str, str], Path]
 
+# Our engines, with the scheme of their weights and the dtype of their KV cache.
+OURS = {
+    "edgekit-symmetric": ("symmetric", "float32"),
+    "edgekit-symmetric-int8": ("symmetric", "int8"),
+    "edgekit-affine-int8": ("affine", "int8"),
+}
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -65,13 +71,13 @@ def test_a_rate_is_the_median_with_the_slowest_and_the_fastest_round(report: Any
 def test_every_format_of_ours_is_compared_with_every_peer(report: Any) -> None:
     comparison = _comparison(
         report,
-        _engine(report, "edgekit-affine", [900, 1000, 1100], [90, 100, 110], 300),
+        _engine(report, "edgekit-affine-int8", [900, 1000, 1100], [90, 100, 110], 300),
         _engine(report, "genai-int4", [500, 500, 500], [50, 80, 50], 600),
         _engine(report, "llama.cpp-q4_1", [2000, 2000, 2000], [100, 100, 100], 150),
     )
     assert report.ratio_rows(comparison) == [
-        ("edgekit-affine / genai-int4", "2.00", "1.80", "0.50"),
-        ("edgekit-affine / llama.cpp-q4_1", "0.50", "1.00", "2.00"),
+        ("edgekit-affine-int8 / genai-int4", "2.00", "1.80", "0.50"),
+        ("edgekit-affine-int8 / llama.cpp-q4_1", "0.50", "1.00", "2.00"),
     ]
 
 
@@ -152,7 +158,7 @@ def test_a_tiny_model_is_measured_and_peers_that_are_not_installed_are_absent(
     venv.create(tmp_path / "bare")
     bare = tmp_path / "bare" / "bin" / "python"
     run = _compare(
-        *("--model", tiny_gguf("llama", "Q4_1"), "--engines", "edgekit-affine,genai-int4,llama.cpp-q4_1"),
+        *("--model", tiny_gguf("llama", "Q4_1"), "--engines", f"{','.join(OURS)},genai-int4,llama.cpp-q4_1"),
         *("--prefill", 24, "--depths", "8,40", "--rounds", 2, "--threads", 1),
         *("--genai-python", bare, "--llama-python", bare, "--cache", tmp_path / "cache", "--out", tmp_path / "out"),
     )
@@ -162,20 +168,26 @@ def test_a_tiny_model_is_measured_and_peers_that_are_not_installed_are_absent(
     assert (tmp_path / "out" / "compare.md").read_text(encoding="utf-8") + "\n" == run.stdout
     result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
     assert sorted(result["absent"]) == ["genai-int4", "llama.cpp-q4_1"]
-    (engine,) = result["engines"]
-    assert engine["name"] == "edgekit-affine"
-    assert engine["format"] == "14 × int4 affine block 32, 2 × int8 symmetric block 32"
-    assert {row: len(rates) for row, rates in engine["tokens_per_s"].items()} == {"pp24": 2, "tg32@8": 2, "tg32@40": 2}
-    assert all(1 < rate < 1e6 for rates in engine["tokens_per_s"].values() for rate in rates)
-    # More than an interpreter with numpy and less than a model of any use.
-    assert all(2e7 < peak < 1e9 for peak in engine["peak_memory_bytes"].values())
+    assert [engine["name"] for engine in result["engines"]] == list(OURS)
+    for engine in result["engines"]:
+        scheme, kv_cache = OURS[engine["name"]]
+        assert engine["format"] == f"14 × int4 {scheme} block 32, 2 × int8 symmetric block 32"
+        assert engine["kv_cache"] == kv_cache
+        rounds = {row: len(rates) for row, rates in engine["tokens_per_s"].items()}
+        assert rounds == {"pp24": 2, "tg32@8": 2, "tg32@40": 2}
+        assert all(1 < rate < 1e6 for rates in engine["tokens_per_s"].values() for rate in rates)
+        # More than an interpreter with numpy and less than a model of any use.
+        assert all(2e7 < peak < 1e9 for peak in engine["peak_memory_bytes"].values())
     assert ((tmp_path / "out" / "compare.png").is_file()) == (importlib.util.find_spec("matplotlib") is not None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "edgekit-affine,ollama"], "'ollama'; there are edgekit-symmetric, edgekit-affine, genai-int4, "),
+        (
+            ["--engines", "edgekit-symmetric,ollama"],
+            "'ollama'; there are edgekit-symmetric, edgekit-symmetric-int8, edgekit-affine-int8, genai-int4, ",
+        ),
         (["--depths", "128;1024"], "'128;1024'; it must be positive numbers with commas between them"),
         (["--depths", "200"], "Error: 512 tokens and 33 more are beyond the model's context of 256"),
     ],

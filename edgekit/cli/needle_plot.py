@@ -36,7 +36,7 @@ def check_plot(path: Path) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"suffix of the plot {str(path)!r}: {one_of(path.suffix.lower(), SUFFIXES)}")
+        raise UsageError(f"the suffix of the plot {str(path)!r} is {one_of(path.suffix.lower(), SUFFIXES)}")
     check_writable("the plot", path)
     try:
         import matplotlib.figure  # noqa: F401 - only whether it is there

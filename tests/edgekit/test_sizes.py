@@ -41,7 +41,10 @@ def test_every_unit_is_read(unit: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("512", "memory budget is '512', which may mean bytes or megabytes; give a unit, such as 512MiB (1 MiB is 1048"),
+        (
+            "512",
+            "memory budget is '512', which may mean bytes or megabytes; give a unit, such as 512MiB (1 MiB is 1048",
+        ),
         (" 1.5 ", "such as 1.5MiB (1 MiB"),
         ("1e3MB", "memory budget is '1e3MB'; it must be a number and a unit, such as 512MiB or 1.5GB"),
         ("NaN MiB", "'NaN MiB'; it must be a number and a unit"),

@@ -91,7 +91,9 @@ def test_a_profile_of_another_number_of_layers_is_refused(path: Path, num_layers
     assert f"has budgets of 3 layers, the model has {num_layers}; make one for this model with" in message
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"null", b"[1]", b"\xff\xfe{}", b'{"schema_version": 1, "producer": "\xff"}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"null", b"[1]", b"\xff\xfe{}", b'{"schema_version": 1, "producer": "\xff"}']
+)
 def test_what_is_no_profile_is_corrupt(text: bytes, path: Path) -> None:
     path.write_bytes(text)
     message = _refusal(CorruptArtifactError, path)
@@ -163,5 +165,3 @@ def test_moved_budgets_keep_their_ratios_and_miss_the_mean_by_less_than_one() ->
 
 def test_a_profile_for_another_mean_is_that_of_its_budgets() -> None:
     assert PROFILE.for_mean(48) == completed(PROFILE.budgets_tokens, 48) == (48, 64, 32)
-
-

@@ -244,7 +244,10 @@ def test_looking_ahead_takes_a_copy_of_what_is_kept() -> None:
         ({"context_tokens": "100"}, "context size is '100'; it must be an integer"),
         ({"context_tokens": True}, "context size is True; it must be an integer"),
         ({"context_tokens": 1.5}, "context size is 1.5; it must be an integer"),
-        ({"context_tokens": 4097}, "context size is 4097, the model was trained on 4096 positions; ask for no more, or"),
+        (
+            {"context_tokens": 4097},
+            "context size is 4097, the model was trained on 4096 positions; ask for no more, or",
+        ),
         ({"dtype": "int4"}, "KV cache dtype 'int4'; known: auto, fp16, fp32, int8 (did you mean 'int8'?)"),
         ({"dtype": None}, "KV cache dtype 'None'; known: auto"),
         ({"dtype": ["int8"]}, "known: auto"),
@@ -263,7 +266,7 @@ def test_a_context_beyond_the_training_is_planned_when_that_is_wanted() -> None:
 
 def _applied(request: MemoryRequest, setting: str) -> MemoryRequest:
     """The request with a setting that a refusal has proposed."""
-    words = setting.split()
+    words: list[Any] = setting.split()
     for option, value in zip(words[::2], words[1::2], strict=True):
         if option == "--memory-budget":
             request = dataclasses.replace(request, budget_bytes=parse_size(value, "budget"))

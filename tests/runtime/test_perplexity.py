@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from edgekit.errors import DoesNotFitError, EdgeKitError, UsageError
 from edgekit.runtime import LLM
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeRunner
+from edgekit.runtime.loading import KVCacheOptions
 from edgekit.runtime.perplexity import CHUNK_TOKENS, perplexity
 from edgekit.runtime.step import StepInputs, StepOutputs
 
@@ -86,6 +88,28 @@ def test_more_windows_than_there_are_are_refused_with_the_numbers(llm: LLM) -> N
 def test_a_window_longer_than_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(DoesNotFitError, match="windows of 257 tokens are longer than the context of 256"):
         perplexity(llm, TEXT, window_tokens=257)
+
+
+def test_a_window_longer_than_the_context_asked_for_is_refused(llm: LLM) -> None:
+    short = LLM(llm.bundle.path, threads=1, ctx_size=64)
+    assert perplexity(short, TEXT, windows=1, window_tokens=64).scored_tokens == 63
+    with pytest.raises(DoesNotFitError, match="windows of 65 tokens are longer than the context of 64"):
+        perplexity(short, TEXT, window_tokens=65)
+
+
+def test_a_window_that_does_not_fit_into_the_memory_budget_is_refused(llm: LLM) -> None:
+    llm = LLM(llm.bundle.path, threads=1)
+    plan = dataclasses.replace(llm.plan.memory, capacity_tokens=100)
+    llm.plan = dataclasses.replace(llm.plan, memory=plan)
+    with pytest.raises(DoesNotFitError, match="windows of 101 tokens are more than the 100 that the KV cache has room"):
+        perplexity(llm, TEXT, window_tokens=101)
+
+
+def test_a_cache_in_int8_costs_little(llm: LLM) -> None:
+    exact = perplexity(llm, TEXT, window_tokens=256)
+    rounded = perplexity(LLM(llm.bundle.path, kv_cache=KVCacheOptions(dtype="int8")), TEXT, window_tokens=256)
+    assert rounded.loss == pytest.approx(exact.loss, abs=0.02)
+    assert abs(rounded.loss - exact.loss) > 1e-6
 
 
 def test_windows_that_score_nothing_are_refused(llm: LLM) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -64,7 +64,7 @@ def tokenizer(byte_level: Backend, load: Load) -> Tokenizer:
     return load(byte_level)
 
 
-def _judged(tokenizer: Tokenizer, answer: str, said: Sequence[int]) -> bool:
+def _judged(tokenizer: Tokenizer, answer: str, said: Iterable[int]) -> bool:
     return judge(_reciter({}, tokenizer)[0], Task(prompt="?", answer=answer), said)
 
 

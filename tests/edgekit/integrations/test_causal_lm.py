@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from edgekit import EdgeModelForCausalLM
 from edgekit.errors import DoesNotFitError, UnsupportedError, UsageError
+from edgekit.integrations import conversations
+from edgekit.runtime.prefill import Chunk, read_chunks
 
 TinyCheckpoint: TypeAlias = Callable[[str], Path]
 TinyModel: TypeAlias = Callable[[str], EdgeModelForCausalLM]
@@ -119,12 +122,22 @@ def test_a_text_longer_than_a_chunk_of_the_runtime_is_read_whole(
     hugging_face: HuggingFaceModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("edgekit.integrations.conversations.PREFILL_CHUNK_TOKENS", 16)
+    chunks: list[int] = []
+
+    def recorded(*arguments: Any) -> Iterator[Chunk]:
+        chunks.append(arguments[4].chunk_tokens)
+        return read_chunks(*arguments)
+
+    monkeypatch.setattr(conversations, "read_chunks", recorded)
+    llm = tiny_model("mistral").llm
+    memory = dataclasses.replace(llm.plan.memory, chunk_tokens=16)
+    monkeypatch.setattr(llm, "plan", dataclasses.replace(llm.plan, memory=memory))
     ids = torch.from_numpy(np.random.default_rng(3).integers(3, 320, (2, 250)))
     expected = _logits(hugging_face(tiny_checkpoint("mistral")), input_ids=ids)
     torch.testing.assert_close(_logits(tiny_model("mistral"), input_ids=ids), expected, atol=1e-4, rtol=0)
     part = _logits(tiny_model("mistral"), input_ids=ids, logits_to_keep=torch.tensor([3, 100]))
     torch.testing.assert_close(part, expected[:, [3, 100]], atol=1e-4, rtol=0)
+    assert set(chunks) == {16}
 
 
 def test_the_cache_goes_on_where_it_ended(pair: Pair, left_padded: dict[str, torch.Tensor]) -> None:

@@ -120,3 +120,37 @@ def test_options_that_mean_nothing_here_are_refused_by_name(
 
     with pytest.raises(EdgeKitError, match=message):
         EdgeKitLM(str(tiny_bundle("llama")), **options)
+
+
+def test_the_options_of_memory_reach_the_model_and_texts_are_cut_to_what_fits(tiny_bundle: TinyBundle) -> None:
+    from edgekit.integrations.lm_eval_model import EdgeKitLM
+
+    path = str(tiny_bundle("llama"))
+    model = EdgeKitLM(path, threads=1, memory_budget="64GiB", ctx_size=100, kv_cache_dtype="int8", kv_policy="stop")
+    memory = model.model.llm.plan.memory
+    assert (memory.budget_bytes, memory.context_tokens, memory.layout.dtype) == (64 << 30, 100, "int8")
+    assert model.max_length == 100
+    long = _requests("loglikelihood", [("The quick brown fox " * 60, " jumps")])
+    ((likelihood, _),) = model.loglikelihood(long, disable_tqdm=True)
+    assert -100 < likelihood < 0
+    assert EdgeKitLM(path, threads=1, max_length=50).max_length == 50
+    assert EdgeKitLM(path, threads=1).max_length == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": "50MiB"}, "this model does not fit into the memory budget 50 MiB"),
+        ({"memory_budget": 512}, "memory budget is 512; it must be a text with a unit"),
+        ({"kv_cache_dtype": "int4"}, "KV cache dtype 'int4'"),
+        ({"kv_policy": "window"}, "KV policy 'window' drops tokens"),
+        ({"kv_budget_tokens": 64}, "no option 'kv_budget_tokens'"),
+        ({"max_length": 257}, "max_length is 257, there is room for 256 tokens"),
+        ({"ctx_size": 100, "max_length": 101}, "max_length is 101, there is room for 100 tokens"),
+    ],
+)
+def test_memory_that_is_not_there_is_refused(tiny_bundle: TinyBundle, options: dict[str, Any], message: str) -> None:
+    from edgekit.integrations.lm_eval_model import EdgeKitLM
+
+    with pytest.raises(EdgeKitError, match=message):
+        EdgeKitLM(str(tiny_bundle("llama")), threads=1, **options)
