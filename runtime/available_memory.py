@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def return_free_memory() -> None:
+    """Has glibc give freed memory back to the system, of which a load leaves much; other C libraries have no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edgekit.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
 from edgekit.errors import UnsupportedError, UsageError
+from edgekit.runtime.available_memory import return_free_memory
 from edgekit.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from edgekit.runtime.cache import KVCache
 from edgekit.runtime.chat import ChatTemplate, Message, end_of_turn_ids
@@ -98,6 +99,7 @@ class LLM:
         # The weights first: while they are packed, their file is in memory too.
         self.backend = OnnxRuntimeCpu(lowered_graph(self.bundle, layout), spec, self.threads, layout)
         self.tokenizer = Tokenizer(self.bundle.file(TOKENIZER))
+        return_free_memory()
         self.end_token_ids = frozenset(spec.eos_token_ids) | self._template_end_ids()
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import psutil
 import pytest
 
-from edgekit.runtime.available_memory import AvailableMemory, available_memory, resident_bytes
+from edgekit.runtime.available_memory import AvailableMemory, available_memory, resident_bytes, return_free_memory
 
 MakeTree: TypeAlias = Callable[[Mapping[str, str]], Path]
 
@@ -152,3 +152,13 @@ def test_the_resident_set_grows_with_what_is_held() -> None:
     held = bytearray(b"\1") * (64 << 20)
     assert resident_bytes() - before > (32 << 20)
     assert held[-1] == 1
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    held = [bytearray(50_000) for _ in range(2000)]  # below glibc's threshold for mappings of their own
+    last = bytearray(50_000)
+    full = resident_bytes()
+    held.clear()
+    return_free_memory()
+    assert full - resident_bytes() > 80_000_000
+    assert len(last) == 50_000

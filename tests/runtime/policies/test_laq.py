@@ -106,7 +106,7 @@ def test_a_later_turn_of_any_length_goes_on(new: int, name: str, scoring_backend
     watched.steps.clear()
     take(conversation, text, 1)
     # The answer's last token, which was not read yet, the new ones, and of laq++ the end once more.
-    reads = [step for step in watched.steps if len(step.token_ids) > 1 or step.attention_mass]
+    reads = [step for step in watched.steps if len(step.token_ids) > 1]
     counts = [len(step.token_ids) for step in reads]
     assert sum(counts[:-1]) == new + 1
     repeated = min(PROMPT_TOKENS, new + 1) if name == "laq++" else 0
