@@ -56,7 +56,7 @@ def resident_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Has glibc give freed memory back to the system, of which a load leaves much; other C libraries have no such call."""
+    """Has glibc give freed memory, of which a load leaves much, back to the system; others have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

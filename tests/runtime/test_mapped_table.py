@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgekit.runtime import mapped_table
 from edgekit.runtime.mapped_table import KEPT_LOOKUPS, MappedTable, mapped_ranges
 
 SIZE_BYTES = 64 * mmap.PAGESIZE
@@ -82,7 +81,7 @@ def test_without_proc_nothing_is_found_and_nothing_fails(file: Path, monkeypatch
         raise FileNotFoundError
 
     with _map(file):
-        monkeypatch.setattr(mapped_table.Path, "read_text", refuse)
+        monkeypatch.setattr(Path, "read_text", refuse)
         table = MappedTable(file)
         assert table.ranges == []
         table.note(10 * KEPT_LOOKUPS)
