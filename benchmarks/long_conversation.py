@@ -82,7 +82,7 @@ def converse(llm: LLM, session: Session, said: Sequence[Sequence[int]], answer_t
         yield Turn(
             length_tokens=len(conversation),
             read_tokens=output.usage.prompt_tokens - output.usage.cached_tokens,
-            evicted_tokens=session._cache.slid_tokens,
+            evicted_tokens=session.evicted_tokens,
             resident_bytes=resident_bytes(),
             decode_tokens_per_s=output.timings.decode_tokens_per_s,
         )

@@ -23,6 +23,10 @@ KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("fp32", "fp16", "int8")
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 # An int8 cache has one float32 scale per token and KV head, for the key and for the value.
 SCALE_BYTES = 4
+KEY_BLOCK_TOKENS = 64
+"""Slots of a block that the keys of an int8 cache are cut into."""
+# The CPU lowering also cuts the probabilities over an int8 cache into eight parts, which blocks of keys allow.
+CAPACITY_MULTIPLES = {"fp32": 1, "fp16": 1, "int8": KEY_BLOCK_TOKENS}
 
 
 class HeadShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +73,11 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Returns the bytes of one slot of a group, over all of its layers, the bias over the past included."""
         stacks = (stack for stack in self.stacks if stack.group == group)
         return sum(len(stack.layers) * stack.shape.slot_bytes(self.dtype) for stack in stacks) + 4
+
+    def rounded(self, slots: int) -> int:
+        """Returns the least capacity with so many slots."""
+        multiple = CAPACITY_MULTIPLES[self.dtype]
+        return -(-slots // multiple) * multiple
 
     def group_of(self, layer: int) -> int:
         """Returns the index of a layer's group."""

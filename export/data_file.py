@@ -20,6 +20,9 @@ from edgekit.progress import Progress
 # Tensors start on a cache line; those of a page or more start on a page, so that a reader may map them.
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
+# Bytes of a write. From larger ones Linux makes huge pages of its page cache, and whoever maps the file and touches a
+# byte of the embedding table has 2 MiB of it in memory.
+WRITE_BYTES = 64 << 10
 
 Part: TypeAlias = tuple[str, ir.DataType, tuple[int, ...]]
 Arrays: TypeAlias = Sequence[npt.NDArray[Any]]
@@ -68,7 +71,8 @@ class DataFile:
                         assert payload.size == tensor.length, (tensor.name, payload.size, tensor.length)
                         for piece in (bytes((tensor.offset or 0) - file.tell()), payload.data):
                             digest.update(piece)
-                            file.write(piece)
+                            for start in range(0, len(piece), WRITE_BYTES):
+                                file.write(piece[start : start + WRITE_BYTES])
         except OSError as error:
             raise StorageError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
         return digest.hexdigest()

@@ -26,8 +26,6 @@ BUCKET_TOKENS = 128
 ROLLBACK_TOKENS = 64
 # Arrays from this size on are not held twice while they are moved.
 LARGE_BYTES = 4 << 20
-# The lowered graph cuts the past into eight blocks: `edgekit.export.lowering.ort_cpu_attention`.
-CAPACITY_MULTIPLE = 8
 
 
 class KVCache:
@@ -62,7 +60,7 @@ class KVCache:
         self._start()
 
     def _start(self) -> None:
-        maps = tuple(SlotMap(_rounded(min(BUCKET_TOKENS, limit))) for limit in self.limits)
+        maps = tuple(SlotMap(self.layout.rounded(min(BUCKET_TOKENS, limit))) for limit in self.limits)
         self.arrays = CacheArrays(maps=maps, stacks=self._empty_stacks(maps))
         self._length = 0
         self.shift = 0
@@ -192,7 +190,8 @@ class KVCache:
         """
         self.check_room(tokens)
         capacities = [
-            _grown(slots, limit, tokens, following) for slots, limit in zip(self.maps, self.limits, strict=True)
+            self.layout.rounded(_grown(slots, limit, tokens, following))
+            for slots, limit in zip(self.maps, self.limits, strict=True)
         ]
         if any(capacity > slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
             self._resize(capacities)
@@ -264,7 +263,7 @@ class KVCache:
         self._length = min(length, self._length)
         for slots in self.maps:
             slots.drop_from(self._length)
-        capacities = [_shrunk(slots) for slots in self.maps]
+        capacities = [self.layout.rounded(_shrunk(slots)) for slots in self.maps]
         if any(capacity < slots.capacity for capacity, slots in zip(capacities, self.maps, strict=True)):
             self._resize(capacities)
 
@@ -311,7 +310,7 @@ class KVCache:
             if chosen is None:
                 maps[stack.group] = self.maps[stack.group].resized(self.maps[stack.group].capacity)
                 continue
-            kept = map_with_room(chosen.shape[2], self.limits[stack.group])
+            kept = map_with_room(self.layout, chosen.shape[2], self.limits[stack.group])
             taken = kept.take(chosen.shape[2], 0, 0)
             kept.owners[taken], kept.positions[taken] = length - 1, position - 1
             maps[stack.group] = kept
@@ -371,7 +370,7 @@ def _grown(slots: SlotMap, limit: int, tokens: int, following: int) -> int:
     ahead = held + held // 8
     if following:
         ahead = total if total <= 2 * held else held + held // 2
-    return min(_buckets(max(wanted, ahead)), _rounded(limit))
+    return min(_buckets(max(wanted, ahead)), limit)
 
 
 def _shrunk(slots: SlotMap) -> int:
@@ -380,14 +379,10 @@ def _shrunk(slots: SlotMap) -> int:
     return smaller if slots.capacity >= 8 * BUCKET_TOKENS and smaller <= slots.capacity // 2 else slots.capacity
 
 
-def map_with_room(count: int, limit: int) -> SlotMap:
+def map_with_room(layout: CacheLayout, count: int, limit: int) -> SlotMap:
     """Returns an empty map with room for `count` slots and for what follows them."""
-    return SlotMap(min(_buckets(count + ROLLBACK_TOKENS), _rounded(max(count, limit))))
+    return SlotMap(layout.rounded(min(_buckets(count + ROLLBACK_TOKENS), max(count, limit))))
 
 
 def _buckets(tokens: int) -> int:
     return -(-tokens // BUCKET_TOKENS) * BUCKET_TOKENS
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

@@ -136,7 +136,7 @@ def empty_cache(snapshot: CacheSnapshot, like: KVCache) -> KVCache:
     """
     maps = []
     for index, live in enumerate(snapshot.live):
-        slots = map_with_room(live, like.limits[index])
+        slots = map_with_room(like.layout, live, like.limits[index])
         slots.take(live, 0, 0)
         slots.owners[:live], slots.positions[:live] = _held(snapshot, index)
         maps.append(slots)

@@ -31,16 +31,22 @@ class MappedTable:
         """Finds the mappings of a file, and gives back what was read of them; without a /proc there are none."""
         self.ranges = mapped_ranges(file)
         self._lookups = 0
+        # Where the page cache holds the file in huge pages, a lookup would make 2 MiB resident.
+        self._advise("MADV_NOHUGEPAGE")
         self.note(KEPT_LOOKUPS)
 
     def note(self, lookups: int) -> None:
         """Counts rows that were looked up, and gives the pages back once they are many."""
         self._lookups += lookups
-        if self._lookups >= KEPT_LOOKUPS and hasattr(mmap, "MADV_DONTNEED"):
+        if self._lookups >= KEPT_LOOKUPS:
             self._lookups = 0
-            for address, size in self.ranges:
-                # What it returns does not matter: pages that stay are right as well.
-                _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+            self._advise("MADV_DONTNEED")
+
+    def _advise(self, name: str) -> None:
+        """Says something of all ranges, on systems that know it; what comes of it is right either way."""
+        advice = getattr(mmap, name, None)
+        for address, size in self.ranges if advice is not None else ():
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
 
 def mapped_ranges(file: Path) -> list[tuple[int, int]]:

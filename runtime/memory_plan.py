@@ -35,8 +35,8 @@ MIN_CAPACITY_TOKENS = BUCKET_TOKENS
 
 # Interpreter, NumPy and ONNX Runtime before a bundle is loaded, unless the process holds more by then; what a session
 # takes besides; each layer's nodes and kernels; each entry of the vocabulary in the tokenizer.
-PROCESS_BYTES = 54_000_000
-SESSION_BYTES = 24_000_000
+PROCESS_BYTES = 60_000_000
+SESSION_BYTES = 12_000_000
 LAYER_BYTES = 230_000
 TOKEN_BYTES = 640
 # Rows of scores that attention holds at once, of each query head and new token, per cache dtype.
@@ -220,7 +220,7 @@ def _base_bytes(spec: DecoderSpec, held_bytes: int) -> int:
 def cache_bytes(layout: CacheLayout, capacity: int) -> int:
     """Returns the bytes of a KV cache with so many slots in its groups without a sliding window."""
     return sum(
-        layout.slot_bytes(index) * slot_limit(group.sliding_window, capacity)
+        layout.slot_bytes(index) * layout.rounded(slot_limit(group.sliding_window, capacity))
         for index, group in enumerate(layout.groups)
     )
 
@@ -233,7 +233,7 @@ def _copy_bytes(layout: CacheLayout, kept_tokens: Sequence[int], capacity: int) 
         if group.sliding_window is None:
             kept = kept_tokens[group.layers[0]] + ROLLBACK_TOKENS
             slots = min(slots, -(-kept // BUCKET_TOKENS) * BUCKET_TOKENS)
-        size += layout.slot_bytes(index) * slots
+        size += layout.slot_bytes(index) * layout.rounded(slots)
     return size
 
 

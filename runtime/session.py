@@ -108,6 +108,11 @@ class Session:
         """Tokens that were read, those included that the KV policy has evicted since."""
         return tuple(self._token_ids[: self._cache.length])
 
+    @property
+    def evicted_tokens(self) -> int:
+        """How many of the conversation's tokens the KV policy "window" has evicted."""
+        return self._cache.slid_tokens
+
     def reset(self) -> None:
         """Forgets the conversation."""
         self._forget(0)

@@ -25,7 +25,7 @@ import numpy as np
 from edgekit.cache_layout import CacheLayout, KVCacheDtype
 from edgekit.errors import CorruptArtifactError, UnsupportedError, UsageError
 from edgekit.runtime.cache import KVCache
-from edgekit.runtime.cache_arrays import CacheArray, FloatArray, StackArrays
+from edgekit.runtime.cache_arrays import CacheArray, FloatArray, Part, StackArrays
 from edgekit.runtime.cache_snapshot import CacheSnapshot, check_fits, contradiction, empty_cache, take_snapshot
 from edgekit.runtime.chat import Message
 from edgekit.runtime.policies.base import CachePolicy
@@ -112,33 +112,33 @@ def write_state(path: Path, bundle_digest: str, policy: str, state: SessionState
     sources = {TOKEN_IDS: Source(dtype="I64", shape=token_ids.shape, pieces=lambda: [token_ids])}
     for index, arrays in enumerate(cache.stacks):
         live = cache.maps[arrays.stack.group].live
-        for name, array, axis in _parts(index, arrays):
-            sources[name] = _live_slots(cache, arrays, array, axis, live)
+        for name, part in _parts(index, arrays):
+            sources[name] = _live_slots(cache, arrays, part, live)
     for index, keys in state.remembered.items():
         sources[_remembered(index)] = Source(dtype="F32", shape=keys.shape, pieces=partial(iter, [keys]))
     write_tensors(path, sources, {RECORD: msgspec.json.encode(record).decode()})
 
 
-def _parts(stack: int, arrays: StackArrays) -> Iterator[tuple[str, CacheArray, int]]:
-    """Yields the name of each array of a stack, the array and the axis of its slots."""
+def _parts(stack: int, arrays: StackArrays) -> Iterator[tuple[str, Part]]:
+    """Yields each array of a stack with its name."""
     names = ("keys", "values", "key_scales", "value_scales")
-    for name, (array, axis) in zip(names, arrays.parts(), strict=False):
-        yield f"stack{stack}.{name}", array, axis
+    for name, part in zip(names, arrays.parts(), strict=False):
+        yield f"stack{stack}.{name}", part
 
 
 def _remembered(stack: int) -> str:
     return f"policy.stack{stack}"
 
 
-def _live_slots(cache: KVCache, arrays: StackArrays, array: CacheArray, axis: int, live: int) -> Source:
+def _live_slots(cache: KVCache, arrays: StackArrays, part: Part, live: int) -> Source:
     """An array of a stack without the slots that are free, from the oldest token to the newest."""
 
     def pieces() -> Iterable[CacheArray]:
         order = cache.maps[arrays.stack.group].order()
-        return (np.take(layer, order, axis - 1) for layer in array)
+        return (part.layer(index).read(order) for index in range(len(arrays.stack.layers)))
 
-    dtype = _TYPES[cache.layout.dtype] if array.dtype == arrays.keys.dtype else "F32"
-    return Source(dtype=dtype, shape=(*array.shape[:axis], live, *array.shape[axis + 1 :]), pieces=pieces)
+    dtype = _TYPES[cache.layout.dtype] if part.array.dtype == arrays.keys.dtype else "F32"
+    return Source(dtype=dtype, shape=part.shape(live), pieces=pieces)
 
 
 def read_state(path: Path, bundle_digest: str, policy: CachePolicy, like: KVCache) -> SessionState:
@@ -224,12 +224,12 @@ def _check_arrays(file: TensorFile, record: SessionRecord, policy: CachePolicy, 
         raise file.corrupt(f"the model has no range of lengths {record.rope_range}")
     for index, arrays in enumerate(like.stacks):
         live = snapshot.live[arrays.stack.group]
-        for name, array, axis in _parts(index, arrays):
-            source = _live_slots(like, arrays, array, axis, live)
+        for name, part in _parts(index, arrays):
+            source = _live_slots(like, arrays, part, live)
             file.check(name, source.dtype, source.shape)
             expected.add(name)
         if snapshot.sinks and not snapshot.windowed[arrays.stack.group]:
-            file.check(_remembered(index), "F32", (*arrays.keys.shape[:3], snapshot.sinks))
+            file.check(_remembered(index), "F32", next(arrays.parts()).shape(snapshot.sinks))
             expected.add(_remembered(index))
     if file.names != expected:
         raise file.corrupt(f"it has {sorted(file.names - expected)[0]!r}, which no conversation has")
@@ -242,9 +242,9 @@ def _read_arrays(file: TensorFile, record: SessionRecord, policy: CachePolicy, l
     cache = empty_cache(record.cache, like)
     for index, arrays in enumerate(cache.stacks):
         live = cache.maps[arrays.stack.group].live
-        for name, array, axis in _parts(index, arrays):
-            for layer, stored in zip(array, file.read_rows(name), strict=True):
-                layer[(slice(None),) * (axis - 1) + (slice(live),)] = stored
+        for name, part in _parts(index, arrays):
+            for layer, stored in enumerate(file.read_rows(name)):
+                part.layer(layer).write(slice(live), stored[None])
     remembered = {
         index: file.read(_remembered(index)) for index in range(len(like.stacks)) if _remembered(index) in file.names
     }

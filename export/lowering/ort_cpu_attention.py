@@ -5,23 +5,28 @@ The graph declares its share of the cache by the runtime's layout, whatever the 
     cache   past_key_values.{l}.key   .value               products over the past
     fp32    [B, KV, 1, dk, C]         [B, KV, 1, C, dv]    one per query head: the axis of size 1 is broadcast
     fp16    [B, KV, 1, dk, C]         [B, KV, 1, C, dv]    the same, after a Cast
-    int8    [B, KV, dk, C]            [B, KV, C, dv]       one per KV head, of integers
+    int8    [B, KV, C/b, dk, b]       [B, KV, C, dv]       of integers, over blocks of b = 64 slots
 
 fp32: a product of S rows with all of a head's past is S times the cache read from front to back. Folded into one
 product of G·S rows, as the portable graph has it, ONNX Runtime first copies the cache into another layout, which takes
 longer than reading it G times: a head's past stays in the core's own cache. Integer products always copy; there it is
 folded.
 
-int8: queries are quantized per step, probabilities per row and per `BLOCKS`-th of the slots:
+int8: queries are quantized per step, probabilities per row and per `PARTS`-th of the slots:
 
-    q [B, KV, G·S, dk] ─▶ DynamicQuantizeMatMul(past_key, key_scale) ─▶ scores ─▶ … ─▶ Softmax ─▶ Split ─▶ p
+    q [B, KV, G·S, dk] ─▶ DynamicQuantizeLinear ─▶ [B, KV, 1, G·S, dk] uint8
+    MatMulIntegerToFloat(·, past_key [B, KV, C/b, dk, b]) ─▶ [B, KV, C/b, G·S, b]
+      ─▶ Transpose, Reshape [B, KV, G·S, C] ─▶ × key_scale ─▶ scores ─▶ … ─▶ Softmax ─▶ Split ─▶ p
 
     p × value_scale ─▶ [B, KV, G·S, 8, C/8] ─┬─▶ ReduceMax ───▶ m [B, KV, G·S, 8, 1]
                                              └─▶ Div(m) ─▶ QuantizeLinear(1/255) ─▶ Transpose [B, KV, 8, G·S, C/8] uint8
     MatMulIntegerToFloat(·, past_value [B, KV, 8, C/8, dv]) ─▶ × m ─▶ ReduceSum ─▶ [B, KV, G·S, dv]
 
+Keys lie in blocks because ONNX Runtime copies the right operand of an integer product, four rows at a time: from blocks
+that takes half as long as from [dk, C], whose rows are C bytes apart, and cores share the work evenly whatever KV is.
+
 One scale for a whole row would be set by a single slot: an attention sink takes most of the probability, and what is
-below a 500th of it would be rounded to nothing. With blocks, that happens in the sink's block only.
+below a 500th of it would be rounded to nothing. With parts, that happens in the sink's part only.
 
 What the new tokens add to the cache leaves the graph stacked over layers, and is quantized there, all layers at once.
 """
@@ -34,17 +39,18 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekit import contract
-from edgekit.cache_layout import Stack
+from edgekit.cache_layout import KEY_BLOCK_TOKENS, Stack
 from edgekit.export.graph.attention import softcap
 from edgekit.export.graph.kv_cache import TYPES, as_float, quantized
 from edgekit.export.lowering.blocks import Block, Lowering
 
 FLOAT = ir.DataType.FLOAT
 MS = "com.microsoft::"
-BLOCKS = 8
+PARTS = 8
 """Parts of the past whose probabilities have a scale of their own; the capacity of an int8 cache is a multiple."""
+assert KEY_BLOCK_TOKENS % PARTS == 0
 _LARGEST_UINT8 = 255
-_TINY = 1e-30  # of a block in which nothing is seen, the probabilities 0 are divided by this and not by 0
+_TINY = 1e-30  # of a part in which nothing is seen, the probabilities 0 are divided by this and not by 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +100,11 @@ def _past(state: Lowering, layer: int) -> _Past:
     kv, dk, dv = stack.shape.num_kv_heads, stack.shape.key_dim, stack.shape.value_dim
     kind, capacity = TYPES[layout.dtype], f"capacity.{stack.group}"
     heads: list[int | str] = ["batch", kv] if is_folded(state) else ["batch", kv, 1]
-    key = g.input(contract.past_key(layer), kind, [*heads, dk, capacity])
+    is_blocked = layout.dtype == "int8"
+    slots: list[int | str] = [f"blocks.{stack.group}", dk, KEY_BLOCK_TOKENS] if is_blocked else [dk, capacity]
+    key = g.input(contract.past_key(layer), kind, [*heads, *slots])
     value = g.input(contract.past_value(layer), kind, [*heads, capacity, dv])
-    if layout.dtype != "int8":
+    if not is_blocked:
         return _Past(key=as_float(g, key, layout.dtype), value=as_float(g, value, layout.dtype), scales=None)
     key_scale = g.input(contract.past_key_scale(layer), FLOAT, [*heads, 1, capacity])
     return _Past(
@@ -107,9 +115,14 @@ def _past(state: Lowering, layer: int) -> _Past:
 
 
 def _past_scores(state: Lowering, query: ir.Value, past: _Past) -> ir.Value:
+    g = state.g
     if past.scales is None:
-        return state.g.op("MatMul", query, past.key)
-    return state.g.op(f"{MS}DynamicQuantizeMatMul", query, past.key, past.scales[0])
+        return g.op("MatMul", query, past.key)
+    codes, scale, zero_point = g.ops("DynamicQuantizeLinear", [query], 3)
+    rows = g.op("Unsqueeze", codes, g.ints(2))
+    blocks = g.op(f"{MS}MatMulIntegerToFloat", rows, past.key, scale, _scalar(state, 1.0), zero_point)
+    joined = g.op("Transpose", blocks, attributes={"perm": [0, 1, 3, 2, 4]})
+    return g.op("Mul", g.op("Reshape", joined, g.ints(0, 0, 0, -1)), past.scales[0])
 
 
 def _past_context(state: Lowering, seen: ir.Value, past: _Past) -> ir.Value:
@@ -117,13 +130,13 @@ def _past_context(state: Lowering, seen: ir.Value, past: _Past) -> ir.Value:
     g = state.g
     if past.scales is None:
         return g.op("MatMul", seen, past.value)
-    blocks = g.op("Reshape", g.op("Mul", seen, past.scales[1]), g.ints(0, 0, 0, BLOCKS, -1))
+    blocks = g.op("Reshape", g.op("Mul", seen, past.scales[1]), g.ints(0, 0, 0, PARTS, -1))
     largest = g.op("ReduceMax", blocks, g.ints(-1), attributes={"keepdims": 1})
     largest = g.op("Max", largest, _scalar(state, _TINY))
     step = _scalar(state, 1 / _LARGEST_UINT8)
     codes = g.op("QuantizeLinear", g.op("Div", blocks, largest), step, g.constant(np.array(0, np.uint8)))
     codes, largest = (g.op("Transpose", x, attributes={"perm": [0, 1, 3, 2, 4]}) for x in (codes, largest))
-    values = g.op("Reshape", past.value, g.ints(0, 0, BLOCKS, -1, _width(past.value)))
+    values = g.op("Reshape", past.value, g.ints(0, 0, PARTS, -1, _width(past.value)))
     sums = g.op(f"{MS}MatMulIntegerToFloat", codes, values, step, _scalar(state, 1.0))
     return g.op("ReduceSum", g.op("Mul", sums, largest), g.ints(2), attributes={"keepdims": 0})
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from edgekit import contract
 from edgekit.bundle import GRAPH_DATA
-from edgekit.cache_layout import CacheLayout, Stack
+from edgekit.cache_layout import KEY_BLOCK_TOKENS, CacheLayout, Stack
 from edgekit.errors import CorruptArtifactError
 from edgekit.ort import ort
 from edgekit.runtime.cache import KVCache
@@ -94,7 +94,8 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, layout: C
         expected[contract.stacked(contract.new_key(0), index)] = (None, kv, key, None)
         expected[contract.stacked(contract.new_value(0), index)] = (None, kv, None, value)
         for layer in stack.layers:
-            expected[contract.past_key(layer)] = (None, kv, *heads, key, None)
+            keys = (None, key, KEY_BLOCK_TOKENS) if layout.dtype == "int8" else (1, key, None)
+            expected[contract.past_key(layer)] = (None, kv, *keys)
             expected[contract.past_value(layer)] = (None, kv, *heads, None, value)
             if layout.dtype == "int8":
                 expected[contract.past_key_scale(layer)] = expected[contract.past_value_scale(layer)] = (
@@ -208,7 +209,7 @@ class OnnxRuntimeRunner:
             },
             outputs=StepOutputs(
                 logits=np.zeros((rows, self._spec.vocab_size), np.float32),
-                stacks=tuple(StackArrays.empty(stack, layout.dtype, tokens) for stack in layout.stacks),
+                stacks=tuple(StackArrays.empty(stack, layout.dtype, tokens, is_cache=False) for stack in layout.stacks),
                 attention_mass=masses,
             ),
         )

@@ -244,9 +244,17 @@ def test_capacity_grows_in_buckets_by_an_eighth_at_least_and_no_further_than_the
             assert tag == seen[-1] + 1, "it grows no earlier than it must"
             seen.append(cache.capacity)
     assert seen[:3] == [128, 256, 384]
-    assert seen[-1] == 2104, "a multiple of 8"
+    assert seen[-1] == 2100
     assert all(after % 128 == 0 and before * 9 / 8 <= after for before, after in itertools.pairwise(seen[:-1]))
     assert cache.length == 2100
+
+
+def test_an_int8_cache_has_whole_blocks_and_holds_no_more_tokens_for_it() -> None:
+    cache = KVCache(cache_layout(_spec(UNIFORM), "int8"), 100)
+    assert cache.capacity == 128
+    stack = cache.layout.stacks[0]
+    cache.append((StackArrays.empty(stack, "int8", 100, is_cache=False),), range(100))
+    assert (cache.capacity, cache.room, cache.live) == (128, 0, 100)
 
 
 def test_a_prompt_gets_its_slots_at_once() -> None:

@@ -94,8 +94,8 @@ def test_what_is_kept_of_a_held_prompt_is_what_a_session_keeps(
         np.testing.assert_array_equal(mine.owners, theirs.owners)
         np.testing.assert_array_equal(mine.positions, theirs.positions)
     for ours, others in zip(kept.stacks, session._cache.stacks, strict=True):
-        for (array, _), (other, _) in zip(ours.parts(), others.parts(), strict=True):
-            np.testing.assert_array_equal(array, other)
+        for part, other in zip(ours.parts(), others.parts(), strict=True):
+            np.testing.assert_array_equal(part.array, other.array)
 
 
 @pytest.mark.parametrize("policy", LAYER_BUDGET_POLICIES)
@@ -104,13 +104,14 @@ def test_a_candidate_leaves_the_held_prompts_as_they_were(load: Any, policy: str
     score = TaskScore(llm, [Task(prompt=tuple(prompt_of(140)), answer=(0,))], policy)
     (prompt,) = score._prompts
     assert prompt is not None
-    arrays = [array.copy() for stack in prompt.cache.stacks for array, _ in stack.parts()]
+    arrays = [part.array.copy() for stack in prompt.cache.stacks for part in stack.parts()]
     owners, length = [slots.owners.copy() for slots in prompt.cache.maps], prompt.cache.length
     for budgets in ((34, 70), (70, 34), (33, 33)):
         score(budgets)
     assert prompt.cache.length == length == 140
-    for before, after in zip(arrays, (a for stack in prompt.cache.stacks for a, _ in stack.parts()), strict=True):
-        np.testing.assert_array_equal(before, after)
+    parts = (part for stack in prompt.cache.stacks for part in stack.parts())
+    for before, after in zip(arrays, parts, strict=True):
+        np.testing.assert_array_equal(before, after.array)
     for owner, slots in zip(owners, prompt.cache.maps, strict=True):
         np.testing.assert_array_equal(owner, slots.owners)
 

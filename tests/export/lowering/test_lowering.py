@@ -75,7 +75,8 @@ def test_the_cache_of_the_lowered_graph_follows_the_layout_and_the_rest_is_the_p
     for index, stack in enumerate(layout.stacks):
         kv, dk, dv, slots = *msgspec.structs.astuple(stack.shape), f"capacity.{stack.group}"
         for layer in stack.layers:
-            assert inputs.pop(contract.past_key(layer)) == (kind, ["batch", kv, *heads, dk, slots])
+            keys = [f"blocks.{stack.group}", dk, 64] if dtype == "int8" else [1, dk, slots]
+            assert inputs.pop(contract.past_key(layer)) == (kind, ["batch", kv, *keys])
             assert inputs.pop(contract.past_value(layer)) == (kind, ["batch", kv, *heads, slots, dv])
             if dtype == "int8":
                 scales = (onnx.TensorProto.FLOAT, ["batch", kv, 1, slots])
