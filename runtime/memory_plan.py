@@ -36,7 +36,7 @@ MIN_CAPACITY_TOKENS = BUCKET_TOKENS
 # Interpreter, NumPy and ONNX Runtime before a bundle is loaded, unless the process holds more by then; what a session
 # takes besides; each layer's nodes and kernels; each entry of the vocabulary in the tokenizer.
 PROCESS_BYTES = 60_000_000
-SESSION_BYTES = 12_000_000
+SESSION_BYTES = 20_000_000
 LAYER_BYTES = 230_000
 TOKEN_BYTES = 640
 # Rows of scores that attention holds at once, of each query head and new token, per cache dtype.
